@@ -76,6 +76,14 @@ void check_groups(const char* function, const Quantized& q) {
   check_group_table(function, groups, q.device, groups.unit, q.cols);
 }
 
+// Checks the random state that a stochastic spec reads.
+void check_random(const char* function, const Spec& spec, const Random& random) {
+  MINIFLOAT_CHECK(random.state, function, ": ", spec.str(),
+                  " rounds stochastically and needs a random state (seed, count), got null");
+  MINIFLOAT_CHECK(random.state_size == 2 || random.state_size == 3, function,
+                  ": expected a random state of 2 or 3 numbers, got ", random.state_size);
+}
+
 // Checks the origin: the random counter (core/philox.h) has 32 bits for the row and 32 for each 16
 // columns.
 void check_origin(const Spec& spec, const Origin& origin, std::int64_t rows, std::int64_t cols) {
@@ -127,11 +135,7 @@ void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) 
         "quantize: expected an origin along the contraction dimension that is a multiple of ",
         spec.transform, " under ", spec.str(), ", got ", operand.origin.col);
   if (!spec.stochastic) return;
-  MINIFLOAT_CHECK(operand.random.state, "quantize: ", spec.str(),
-                  " rounds stochastically and needs a random state (seed, count), got null");
-  MINIFLOAT_CHECK(operand.random.state_size == 2 || operand.random.state_size == 3,
-                  "quantize: expected a random state of 2 or 3 numbers, got ",
-                  operand.random.state_size);
+  check_random("quantize", spec, operand.random);
   MINIFLOAT_CHECK(operand.origin.col % 16 == 0,
                   "quantize: expected an origin along the contraction dimension that is a multiple "
                   "of 16 under ",
@@ -174,13 +178,14 @@ void check_offsets(const char* function, const ScaleMatrix& m) {
 
 }  // namespace
 
-void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
-          const Execution& execution) {
+void amax(const TensorRef& x, const AmaxOf& of, float* out, const Execution& execution) {
+  const Spec& spec = of.spec;
   check_values("amax", x);
   MINIFLOAT_CHECK(spec.has_tensor_amax() || spec.has_row_amax(), "amax: ", spec.str(),
                   " has no tensor or row amax; expected tensor, row or nvfp4 scaling");
-  check_groups("amax", x, spec, columnwise);
-  MINIFLOAT_ON(x.device, amax(x, spec, columnwise, out, execution));
+  check_groups("amax", x, spec, of.columnwise);
+  if (spec.is_eden()) check_random("amax", spec, of.random);
+  MINIFLOAT_ON(x.device, amax(x, of, out, execution));
 }
 
 void check_quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise) {

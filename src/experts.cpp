@@ -72,7 +72,7 @@ void swiglu_backward_with_amaxes(const SwiGlu& of, const SwiGluGradients& gradie
   const TensorRef x = of.h_at(of.gate);
   if (h_col) check_quantize(x, nullptr, h_col);
   if (of.rows * of.width == 0) {
-    for (int i = 0; i < count; ++i) amax(x, kWholeTensor, false, amaxes + i, execution);
+    for (int i = 0; i < count; ++i) amax(x, {kWholeTensor}, amaxes + i, execution);
     if (h_col) quantize(x, nullptr, h_col, execution);
     return;
   }

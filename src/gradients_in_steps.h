@@ -14,9 +14,9 @@ void gradients_in_steps(const SwiGlu& of, const SwiGluGradients& gradients, floa
   Backend::swiglu_backward(of, gradients, execution);
   TensorRef x = of.h_at(gradients.gate);
   x.row_stride = gradients.stride;
-  Backend::amax(x, kWholeTensor, false, amaxes, execution);
+  Backend::amax(x, {kWholeTensor}, amaxes, execution);
   x.data = gradients.up;
-  if (count > 1) Backend::amax(x, kWholeTensor, false, amaxes + 1, execution);
+  if (count > 1) Backend::amax(x, {kWholeTensor}, amaxes + 1, execution);
 }
 
 }  // namespace minifloat

@@ -105,7 +105,7 @@ Product parse_product(const Slice& slice) {
   if (b.begin == operands.end && !operands.text().ends_with("*"))
     operands.fail("expected two operands with '*' between them, found '", operands.text(), "'");
   Product product{parse_spec(a), parse_spec(b), false};
-  if (product.a.transform != product.b.transform)
+  if (product.a.transform != product.b.transform || product.a.is_eden() != product.b.is_eden())
     b.fail("the operands of a product must carry the same transform, found ", product.a.str(),
            " and ", product.b.str());
   if (accumulation.begin != operands.end) {

@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "minifloat/core/eden.h"
 #include "slice.h"
 
 namespace minifloat {
@@ -53,6 +54,7 @@ constexpr std::array kRoundingFlags = {
     RoundingFlag{"up", ScaleRounding::kUp, ScaleRule::kNvfp4, "nvfp4 block scales"},
     RoundingFlag{"pow2", ScaleRounding::kPowerOfTwo, ScaleRule::kNvfp4, "nvfp4 block scales"},
     RoundingFlag{"4over6", ScaleRounding::kFourOverSix, ScaleRule::kNvfp4, "nvfp4 block scales"},
+    RoundingFlag{"eden", ScaleRounding::kEden, ScaleRule::kNvfp4, "nvfp4 block scales"},
 };
 
 constexpr std::array<std::pair<std::string_view, int>, 4> kTransforms = {
@@ -66,7 +68,7 @@ std::string rounding_flags() {
   return names;
 }
 
-// Returns "sr, rht, … or 4over6": all flags.
+// Returns "sr, rht, … or eden": all flags.
 std::string flag_names() {
   std::string names = "sr";
   for (const auto& [name, points] : kTransforms) names += ", " + std::string(name);
@@ -76,10 +78,21 @@ std::string flag_names() {
   return names;
 }
 
+// Sets what +eden names besides the rounding of scales: that it is stochastic, and the transform.
+void set_eden(Spec& spec, const Slice& at) {
+  if (spec.has_blocks_2d()) at.fail("'+eden' needs blocks of one row, nvfp4");
+  if (spec.stochastic)
+    at.fail("'+eden' rounds scales stochastically and codes to nearest; expected no '+sr'");
+  if (spec.transform != 0) at.fail("'+eden' has a transform of its own; expected no +rht flag");
+  spec.stochastic = true;
+  spec.transform = kEdenPoints;
+}
+
 void set_rounding(Spec& spec, const RoundingFlag& flag, const Slice& at) {
   if (spec.rule != flag.rule) at.fail("'+", flag.name, "' rounds ", flag.reason, " only");
   if (spec.scale_rounding != ScaleRounding::kDefault)
     at.fail("the scale's rounding is given twice; expected one of ", rounding_flags());
+  if (flag.rounding == ScaleRounding::kEden) set_eden(spec, at);
   spec.scale_rounding = flag.rounding;
 }
 
@@ -87,6 +100,8 @@ void set_flag(Spec& spec, const Slice& at) {
   const std::string_view name = at.text();
   if (spec.is_bf16()) at.fail("bf16 is the identity and takes no flag, found '+", name, "'");
   if (name == "sr") {
+    if (spec.is_eden())
+      at.fail("'+eden' rounds scales stochastically and codes to nearest; expected no '+sr'");
     if (spec.stochastic) at.fail("'+sr' is given twice");
     spec.stochastic = true;
     return;
@@ -102,6 +117,7 @@ void set_flag(Spec& spec, const Slice& at) {
     if (name == flag.name) return set_rounding(spec, flag, at);
   for (const auto& [transform, points] : kTransforms)
     if (name == transform) {
+      if (spec.is_eden()) at.fail("'+eden' has a transform of its own; expected no +rht flag");
       if (spec.transform != 0) at.fail("the transform is given twice; expected one +rht flag");
       spec.transform = points;
       return;
@@ -143,9 +159,9 @@ std::string Spec::str() const {
   for (const RoundingFlag& flag : kRoundingFlags)
     if (flag.rounding == scale_rounding) text += "+" + std::string(flag.name);
   if (delayed) text += "+delayed";
-  if (stochastic) text += "+sr";
+  if (rounds_codes_stochastically()) text += "+sr";
   for (const auto& [name, points] : kTransforms)
-    if (points == transform) text += "+" + std::string(name);
+    if (points == transform && !is_eden()) text += "+" + std::string(name);
   return text;
 }
 

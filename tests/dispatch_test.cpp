@@ -85,7 +85,7 @@ TEST_F(Dispatch, QuantizeRefusesBadTensors) {
 
 TEST_F(Dispatch, Amax) {
   Guarded<float> out(1);
-  EXPECT_ERROR(amax(x_.ref(), Spec::parse("mxfp8"), false, out.data()), "no tensor or row amax");
+  EXPECT_ERROR(amax(x_.ref(), {Spec::parse("mxfp8")}, out.data()), "no tensor or row amax");
   EXPECT_TRUE(out.untouched());
 }
 
@@ -95,7 +95,7 @@ TEST_F(Dispatch, RefusesCudaTensorsWithoutACudaBackend) {
   Guarded<float> out(16);
   TensorRef x = x_.ref();
   x.device = Device::kCuda;
-  EXPECT_ERROR(amax(x, Spec::parse("nvfp4"), false, out.data()), "expected a tensor on the CPU");
+  EXPECT_ERROR(amax(x, {Spec::parse("nvfp4")}, out.data()), "expected a tensor on the CPU");
   const std::uint8_t codes[16] = {}, scale[1] = {};
   const Quantized q = {.spec = Spec::parse("mxfp8"),
                        .codes = codes,

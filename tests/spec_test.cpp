@@ -91,6 +91,7 @@ TEST(Spec, CanonicalTextsParseToThemselves) {
                            "nvfp4/16x16+pow2",
                            "nvfp4+4over6",
                            "nvfp4/16x16+4over6+sr+rht128",
+                           "nvfp4+eden",
                            "e4m3/tensor+delayed",
                            "e5m2/tensor+delayed+sr",
                            "nvfp4+sr+rht32",
@@ -119,6 +120,14 @@ TEST(Spec, FieldsSayWhatTheTextSays) {
   EXPECT_EQ(s.scale_type(), ScaleType::kE4m3);
 }
 
+TEST(Spec, EdenIsStochasticAndTransformed) {
+  const Spec s = Spec::parse("nvfp4+eden");
+  EXPECT_TRUE(s.stochastic);
+  EXPECT_FALSE(s.rounds_codes_stochastically());
+  EXPECT_EQ(s.transform, 128);
+  EXPECT_EQ(s.group_unit(), 128);
+}
+
 TEST(Spec, SizesCountShortBlocksAndWholeTransforms) {
   const Spec nvfp4 = Spec::parse("nvfp4");
   EXPECT_EQ(nvfp4.padded_cols<std::int64_t>(33), 33);
@@ -137,7 +146,7 @@ TEST(Spec, ErrorsNamePositionFindingAndChoice) {
   EXPECT_EQ(error_of("nvfp4+srx"),
             "'nvfp4+srx', position 6: 'srx' is not a flag; expected sr, rht, rht32, rht64, rht128, "
             "delayed, "
-            "exact, floor, up, pow2 or 4over6");
+            "exact, floor, up, pow2, 4over6 or eden");
   EXPECT_NE(
       error_of("fp8").find("'fp8', position 0: 'fp8' is not an operand; expected one of bf16, "),
       std::string::npos);
@@ -155,7 +164,18 @@ TEST(Spec, ErrorsNamePositionFindingAndChoice) {
 TEST(Spec, ContradictionsAreRefused) {
   EXPECT_EQ(error_of("nvfp4+up+4over6"),
             "'nvfp4+up+4over6', position 9: the scale's rounding is given twice; expected one of "
-            "+exact, +floor, +up, +pow2, +4over6");
+            "+exact, +floor, +up, +pow2, +4over6, +eden");
+  EXPECT_EQ(error_of("nvfp4+eden+sr"),
+            "'nvfp4+eden+sr', position 11: '+eden' rounds scales stochastically and codes to "
+            "nearest; expected no '+sr'");
+  EXPECT_EQ(error_of("nvfp4+rht128+eden"),
+            "'nvfp4+rht128+eden', position 13: '+eden' has a transform of its own; expected no "
+            "+rht flag");
+  EXPECT_EQ(error_of("nvfp4/16x16+eden"),
+            "'nvfp4/16x16+eden', position 12: '+eden' needs blocks of one row, nvfp4");
+  for (const char* text : {"nvfp4+sr+eden", "nvfp4+eden+rht", "nvfp4+eden+pow2", "nvfp4+up+eden",
+                           "mxfp4+eden", "e4m3/tensor+eden", "nvfp4+eden+eden"})
+    EXPECT_NE(error_of(text), "") << text;
   for (const char* text : {"nvfp4+up+4over6", "nvfp4+4over6+pow2", "mxfp4+4over6", "nvfp4+up+pow2",
                            "nvfp4+sr+sr", "nvfp4+rht+rht32", "e4m3/tensor+delayed+delayed",
                            "nvfp4+", "mxfp4/32x32", "nvfp4/32x32", "e5m2/row", "e4m3", "nvfp4 +sr"})

@@ -34,6 +34,7 @@ OWN_FLAGS = {
     "mx": ["+floor"],
     "nvfp4": ["+up", "+pow2", "+4over6"],
 }
+EDEN = "nvfp4+eden"  # alone: stochastic, and transformed over 128 points
 TRANSFORMS = {"": 0, "+rht": 16, "+rht32": 32, "+rht64": 64, "+rht128": 128}
 CUT = {"nvfp4": 4 + 0.5, "nvfp4/16x16": 4 + 1 / 32, "mxfp8": 8.25, "mxfp4": 4.25}
 
@@ -105,9 +106,30 @@ def test_the_tables_of_tests_have_every_base_and_every_flag():
     bases = {Spec.parse(name).text for name in expected_in("?", "expected one of ")}
     flags = {f"+{name}" for name in expected_in("nvfp4+?", "is not a flag; expected ")}
     assert bases == BASES.keys()
-    assert flags == {"+sr", *TRANSFORMS, *(f for own in OWN_FLAGS.values() for f in own)} - {""}
+    assert flags == {
+        "+sr",
+        "+eden",
+        *TRANSFORMS,
+        *(f for own in OWN_FLAGS.values() for f in own),
+    } - {""}
     own = [text for base in BASES for text, _, sr, rht in specs_of(base) if not sr and not rht]
     assert {*own} - {"bf16"} == {*specs.BASES, "e4m3/tensor+delayed", "e5m2/tensor+delayed"}
+
+
+def test_eden():
+    spec = Spec.parse(EDEN)
+    assert (spec.text, spec.rule, spec.bits, spec.block) == (EDEN, "nvfp4", 4.5, (1, 16))
+    assert (spec.is_stochastic, spec.transform, spec.draws_signs) == (True, 128, True)
+    assert (spec.group_unit, spec.alignment) == (128, (1, 128))
+    assert spec.sizes(3, 130) == Sizes(128, 256, 3, 16)
+    assert not Spec.parse("nvfp4+sr+rht128").draws_signs
+    flags = ("+sr", "+up", "+pow2", "+4over6", "+eden", *filter(None, TRANSFORMS))
+    for text in (*(EDEN + flag for flag in flags), *(f"nvfp4{flag}+eden" for flag in flags)):
+        with pytest.raises(ValueError, match=r"position \d+"):
+            Spec.parse(text)
+    for base in BASES.keys() - {"nvfp4"}:
+        with pytest.raises(ValueError, match=r"position \d+"):
+            Spec.parse(base + "+eden")
 
 
 def test_other_texts_are_refused():

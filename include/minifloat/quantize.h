@@ -23,9 +23,9 @@
 
 namespace minifloat {
 
-// The source of stochastic rounding's bits. `state` is in the tensors' device memory: (seed,
-// count), and with state_size 3 (seed, count, module stream), which is xor-ed to `stream`. The key
-// is mix_seed(seed, count).
+// The source of the bits of stochastic rounding, and of the signs of +eden. `state` is in the
+// tensors' device memory: (seed, count), and with state_size 3 (seed, count, module stream), which
+// is xor-ed to `stream`. The key is mix_seed(seed, count).
 struct Random {
   const std::int64_t* state = nullptr;
   int state_size = 0;
@@ -64,9 +64,14 @@ struct Operand {
   bool as_fp8 = false;
 };
 
-// Writes max |x| as the spec takes it, rowwise or columnwise. out: shaped as amax above.
-void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
-          const Execution& execution = {});
+// One direction of x whose amax is wanted.
+struct AmaxOf {
+  Spec spec;
+  bool columnwise = false;
+  Random random = {};  // required by +eden, whose transform draws its signs
+};
+// Writes max |x| as the spec takes it. out: shaped as amax above.
+void amax(const TensorRef& x, const AmaxOf& of, float* out, const Execution& execution = {});
 
 // Quantizes x in both directions from one read; null: that direction is not cast. Throws Error
 // where a spec cannot take the input, before anything is written.

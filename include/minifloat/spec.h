@@ -12,7 +12,10 @@
 //     nvfp4  nvfp4/16x16                       E4M3 a block and fp32 a tensor; +up, +pow2: block
 //                                              scale rounded up; +4over6: of two block scales,
 //                                              the one with the smaller error
-//     all except bf16                          +sr: stochastic rounding
+//     nvfp4+eden                               block scales that correct the codes' error, rounded
+//                                              stochastically, after an RHT of 128 points with new
+//                                              signs in each step
+//     all except bf16 and nvfp4+eden           +sr: stochastic rounding
 //                                              +rht, +rht32, +rht64, +rht128
 #pragma once
 
@@ -57,7 +60,7 @@ struct Spec {
   int block_rows = 0;  // of kBlock, kMx and kNvfp4
   int block_cols = 0;
   ScaleRounding scale_rounding = ScaleRounding::kDefault;
-  bool stochastic = false;
+  bool stochastic = false;  // codes are rounded so, or under kEden scales: the cast reads a Random
   bool delayed = false;
   int transform = 0;  // points of the Hadamard transform; 0: none
 
@@ -76,6 +79,8 @@ struct Spec {
            (rule == ScaleRule::kMx || scale_rounding == ScaleRounding::kPowerOfTwo);
   }
   bool has_tensor_amax() const { return rule == ScaleRule::kTensor || rule == ScaleRule::kNvfp4; }
+  bool is_eden() const { return scale_rounding == ScaleRounding::kEden; }
+  bool rounds_codes_stochastically() const { return stochastic && !is_eden(); }
   // Returns whether scales depend on a block's values beyond their amax.
   bool reads_values() const { return minifloat::reads_values(scale_rounding); }
   bool has_row_amax() const { return rule == ScaleRule::kRow; }

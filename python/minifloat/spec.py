@@ -53,6 +53,7 @@ class Spec:
     is_delayed: bool
     is_fp4_by_powers_of_two: bool  # E4M3 represents codes times block scales exactly
     transposes_exactly: bool  # the transposed codes of one direction are those of the other
+    draws_signs: bool  # +eden: the transform's signs are random bits
 
     @staticmethod
     def parse(text: str) -> Spec:

@@ -17,6 +17,7 @@ struct PanelArgs {
   const TensorRef* x;
   bool columnwise;
   int points;
+  HadamardSigns signs;
   std::int64_t batch, first, rows, cols;  // rows as read [first, first + rows), all cols
   std::uint32_t* out;                     // (rows)
 };
@@ -65,7 +66,7 @@ struct Panel {
     for (std::int64_t col = 0; col < args.cols; col += kTileCols) {
       const TileRange range = {args.batch, args.first, col, args.rows,
                                args.cols - col < kTileCols ? args.cols - col : kTileCols};
-      const LoadArgs load = {args.x, args.columnwise, args.points, kHadamardSigns, &range, &memory};
+      const LoadArgs load = {args.x, args.columnwise, args.points, args.signs, &range, &memory};
       const TileView<std::uint16_t> tile = LoadTransformedTile<T>::run(load);
       for (std::int64_t r = 0; r < args.rows; ++r) {
         const std::uint16_t* row = tile.row(r);
@@ -81,17 +82,24 @@ struct Panel {
 };
 
 // Returns the amax of each row as read, (batch, rows).
-std::vector<std::uint32_t> row_amax(const TensorRef& x, int points, bool columnwise,
+std::vector<std::uint32_t> row_amax(const TensorRef& x, const AmaxOf& of, bool columnwise,
                                     const Execution& execution) {
+  const int points = of.spec.transform;
+  const HadamardSigns signs = signs_of(of.spec, of.random);
   const std::int64_t rows = columnwise ? x.cols : x.rows, cols = columnwise ? x.rows : x.cols;
   std::vector<std::uint32_t> out(static_cast<std::size_t>(x.batch * rows));
   const std::int64_t panels = ceil_div(rows, kTileRows);
   parallel_for(execution, x.batch * panels, x.batch * rows * cols, [&](std::int64_t i) {
     const std::int64_t batch = i / panels, first = i % panels * kTileRows;
-    const PanelArgs args = {&x,     columnwise,
-                            points, batch,
-                            first,  std::min(kTileRows, rows - first),
-                            cols,   out.data() + batch * rows + first};
+    const PanelArgs args = {&x,
+                            columnwise,
+                            points,
+                            signs,
+                            batch,
+                            first,
+                            std::min(kTileRows, rows - first),
+                            cols,
+                            out.data() + batch * rows + first};
     if (x.dtype == DType::kFloat32)
       run_widest<Panel<float>>(args);
     else
@@ -102,13 +110,14 @@ std::vector<std::uint32_t> row_amax(const TensorRef& x, int points, bool columnw
 
 }  // namespace
 
-void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
-          const Execution& execution) {
-  if (x.rows_from) return cpu::amax(GatheredRows(x).x(), spec, columnwise, out, execution);
+void amax(const TensorRef& x, const AmaxOf& of, float* out, const Execution& execution) {
+  const Spec& spec = of.spec;
+  const bool columnwise = of.columnwise;
+  if (x.rows_from) return cpu::amax(GatheredRows(x).x(), of, out, execution);
   if (x.groups)
     return each_group(x.groups, [&](const Group& group) {
       const std::int64_t first = first_amax(spec, group, columnwise ? x.cols : x.rows, columnwise);
-      cpu::amax(rows_of(x, group), spec, columnwise, out + first, execution);
+      cpu::amax(rows_of(x, group), of, out + first, execution);
     });
   if (!spec.has_row_amax() && x.rows * x.cols == 0) {
     std::fill_n(out, x.batch, 0.0f);
@@ -116,7 +125,7 @@ void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
   }
   // Without a transform a tensor's amax is the same in both directions, and reading rows is faster.
   const bool by_column = columnwise && (spec.has_row_amax() || spec.transform > 0);
-  const std::vector<std::uint32_t> rows = row_amax(x, spec.transform, by_column, execution);
+  const std::vector<std::uint32_t> rows = row_amax(x, of, by_column, execution);
   if (spec.has_row_amax()) {
     for (std::size_t r = 0; r < rows.size(); ++r) out[r] = bit_cast<float>(rows[r]);
     return;

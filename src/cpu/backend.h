@@ -8,8 +8,7 @@
 
 namespace minifloat::cpu {
 
-void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
-          const Execution& execution);
+void amax(const TensorRef& x, const AmaxOf& of, float* out, const Execution& execution);
 void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
               const Execution& execution);
 void dequantize(const Quantized& operand, DType dtype, void* out, const Execution& execution);

@@ -31,6 +31,14 @@ struct OperandPlan {
   }
 };
 
+// Returns the row of the random counter, of a row as read.
+MINIFLOAT_INLINE std::uint32_t counter_row(const OperandPlan& plan, std::int64_t batch,
+                                           std::int64_t row) {
+  const Operand& operand = plan.operand;
+  if (operand.random.row_ids) return static_cast<std::uint32_t>(operand.random.row_ids[row]);
+  return static_cast<std::uint32_t>(operand.origin.row + batch * plan.rows + row);
+}
+
 // The blocks of a tile: a grid of `rows` x `cols`, in row-major order. Row and tensor scaling have
 // one block a tile row. Loops run over all kMaxBlocks places of the largest grid, in whole vectors;
 // places past the actual grid are unused.

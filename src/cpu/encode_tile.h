@@ -1,6 +1,7 @@
 // A tile of values -> codes, block scales and, where wanted, the values of the codes.
 //
-//     1  amax of each block, its scale, the factor of its elements  block_scale.h, choose_scale.h
+//     1  amax of each block, its scale, the factor of its elements  block_scale.h, choose_scale.h,
+//                                                               correct_scales.h
 //     2  every element: multiply, encode                            a row at a time
 //     3  store what lies inside the operand
 #pragma once
@@ -9,6 +10,7 @@
 
 #include "block_scale.h"
 #include "choose_scale.h"
+#include "correct_scales.h"
 #include "encode_fast.h"
 #include "minifloat/core/philox.h"
 #include "minifloat/core/scale_rule.h"
@@ -38,14 +40,6 @@ MINIFLOAT_INLINE void spread_bits(const LaneBits& words, const LaneBits& reverse
     bits = (shifted & 0xFF00'0000u) | ((shifted & 0x0000'FF00u) << 8);
   else
     bits = shifted & 0xFFFF'0000u;
-}
-
-// Returns the row of the random counter, of a row as read.
-MINIFLOAT_INLINE std::uint32_t counter_row(const OperandPlan& plan, std::int64_t batch,
-                                           std::int64_t row) {
-  const Operand& operand = plan.operand;
-  if (operand.random.row_ids) return static_cast<std::uint32_t>(operand.random.row_ids[row]);
-  return static_cast<std::uint32_t>(operand.origin.row + batch * plan.rows + row);
 }
 
 // Computes the 16 random bits of each element of a tile row, (kTileCols).
@@ -155,8 +149,11 @@ struct EncodeTile {
     if (spec.has_blocks()) {
       block_amax(args.tile, args.range->rows, blocks);
       if constexpr (F::kBits == 4)
-        if (spec.reads_values()) choose_scales<F>(plan, *args.range, args.tile, blocks);
+        if (has_two_scales(spec.scale_rounding))
+          choose_scales<F>(plan, *args.range, args.tile, blocks);
       block_scales<F>(plan, args.range->batch, blocks);
+      if constexpr (F::kBits == 4)
+        if (spec.is_eden()) correct_scales<F>(plan, *args.range, args.tile, blocks);
       store_scales(plan, *args.range, blocks);
     } else {
       fixed_scales(plan, *args.range, blocks);
@@ -175,7 +172,7 @@ struct EncodeTile {
     const OperandPlan& plan = *args.plan;
     const TileRange& range = *args.range;
     const Operand& operand = plan.operand;
-    const bool stochastic = operand.spec.stochastic;
+    const bool stochastic = operand.spec.rounds_codes_stochastically();
     // Only a block with a NaN amax holds a NaN, except where the scale comes from another amax.
     const bool numbers = !blocks.any_nan && (operand.spec.has_blocks() || !operand.given_amax);
     alignas(64) std::uint8_t codes[kTileCols];

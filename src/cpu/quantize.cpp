@@ -58,6 +58,7 @@ class DirectionCast {
     if (spec.stochastic)
       plan_.random =
           random_key(operand.random.state, operand.random.state_size, operand.random.stream);
+    signs_ = signs_of(spec, operand.random);
     if (spec.has_tensor_amax() || spec.has_row_amax()) compute_active_amax(execution);
   }
 
@@ -82,8 +83,7 @@ class DirectionCast {
 
  private:
   void encode_range(const TileRange& range, TileMemory& memory) const {
-    const LoadArgs load = {&x_,    columnwise_, plan_.operand.spec.transform, kHadamardSigns,
-                           &range, &memory};
+    const LoadArgs load = {&x_, columnwise_, plan_.operand.spec.transform, signs_, &range, &memory};
     if (load.points > 0 || x_.dtype == DType::kBFloat16)
       encode_elements<std::uint16_t>({&plan_, &range, load_bf16_tile(load)});
     else
@@ -99,7 +99,8 @@ class DirectionCast {
     std::vector<float> current_amax(static_cast<std::size_t>(count));
     const bool needs_current =
         !operand.given_amax || (spec.delayed && (operand.amax || operand.history.first));
-    if (needs_current) cpu::amax(x_, spec, columnwise_, current_amax.data(), execution);
+    if (needs_current)
+      cpu::amax(x_, {spec, columnwise_, operand.random}, current_amax.data(), execution);
     const float* active_amax = operand.given_amax ? operand.given_amax : current_amax.data();
     const float* reported = spec.delayed ? current_amax.data() : active_amax;
 
@@ -139,6 +140,7 @@ class DirectionCast {
   const TensorRef& x_;
   bool columnwise_;
   OperandPlan plan_;
+  HadamardSigns signs_;
   std::vector<TensorScale> tensors_;
   std::vector<ScaleFactors> rows_;
 };

@@ -12,9 +12,10 @@
 #include <cstdint>
 
 #include "lanes.h"
+#include "minifloat/core/eden.h"
 #include "minifloat/core/hadamard.h"
 #include "minifloat/core/rounding.h"
-#include "minifloat/tensor_ref.h"
+#include "minifloat/quantize.h"
 #include "targets.h"
 
 namespace minifloat::cpu {
@@ -115,9 +116,9 @@ MINIFLOAT_INLINE void butterfly(Lanes& v) {
   v = partner + reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(v) ^ kFlip);
 }
 
-// Transforms one row of a tile. in may be out.
+// Transforms one row of a tile. in may be out.   signs: (kTileCols / 16), the bits to flip
 template <int Points, class T>
-MINIFLOAT_INLINE void hadamard_row(const T* in, const LaneBits& signs, std::uint16_t* out) {
+MINIFLOAT_INLINE void hadamard_row(const T* in, const LaneBits* signs, std::uint16_t* out) {
   constexpr int kVectors = Points / 16;
   alignas(64) float row[kTileCols];
   for (std::int64_t c = 0; c < kTileCols; ++c) row[c] = to_float(in[c]);
@@ -125,7 +126,7 @@ MINIFLOAT_INLINE void hadamard_row(const T* in, const LaneBits& signs, std::uint
   for (std::int64_t c = 0; c < kTileCols / 16; c += kVectors) {
     Lanes v[kVectors];
     for (int i = 0; i < kVectors; ++i) {
-      v[i] = reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(block[c + i]) ^ signs);
+      v[i] = reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(block[c + i]) ^ signs[c + i]);
       butterfly<1>(v[i]);
       butterfly<2>(v[i]);
       butterfly<4>(v[i]);
@@ -140,11 +141,15 @@ MINIFLOAT_INLINE void hadamard_row(const T* in, const LaneBits& signs, std::uint
 
 template <class T>
 MINIFLOAT_INLINE TileView<std::uint16_t> transform_tile(const TileView<T>& in, std::int64_t rows,
-                                                        int points, std::uint32_t mask,
+                                                        int points, const HadamardSigns& of,
                                                         std::uint16_t* out) {
-#define MINIFLOAT_SIGN(i) (((mask >> (i)) & 1u) << 31)
-  const LaneBits signs = MINIFLOAT_LANES(MINIFLOAT_SIGN);
+  LaneBits signs[kTileCols / 16];
+  for (int i = 0; i < kTileCols / 16; ++i) {
+    const std::uint32_t mask = of.of_16(i);
+#define MINIFLOAT_SIGN(bit) (((mask >> (bit)) & 1u) << 31)
+    signs[i] = LaneBits MINIFLOAT_LANES(MINIFLOAT_SIGN);
 #undef MINIFLOAT_SIGN
+  }
   for (std::int64_t r = 0; r < rows; ++r) {
     if (points == 16) hadamard_row<16>(in.row(r), signs, out + r * kTileCols);
     if (points == 32) hadamard_row<32>(in.row(r), signs, out + r * kTileCols);
@@ -154,12 +159,18 @@ MINIFLOAT_INLINE TileView<std::uint16_t> transform_tile(const TileView<T>& in, s
   return {out, kTileCols};
 }
 
+// Returns the signs of a spec's transform.
+inline HadamardSigns signs_of(const Spec& spec, const Random& random) {
+  if (!spec.is_eden()) return repeated_signs(kHadamardSigns);
+  return eden_signs(random_key(random.state, random.state_size, random.stream));
+}
+
 // The tile of x at `range`, as read, transformed where points > 0.
 struct LoadArgs {
   const TensorRef* x;
   bool columnwise;
   int points;
-  std::uint32_t signs;
+  HadamardSigns signs;
   const TileRange* range;
   TileMemory* memory;
 };

@@ -43,7 +43,7 @@ struct HadamardCall {
   const TensorRef& x;  // without groups
   int points;
   bool columnwise;
-  std::uint32_t signs;
+  HadamardSigns signs;
   std::uint16_t* out;  // (batch, rows as read, pitch)
 };
 
@@ -75,7 +75,7 @@ void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t sig
               std::uint16_t* out, const Execution& execution) {
   if (x.rows_from)
     return cpu::hadamard(GatheredRows(x).x(), points, columnwise, signs, out, execution);
-  const HadamardCall call = {x, points, columnwise, signs, out};
+  const HadamardCall call = {x, points, columnwise, repeated_signs(signs), out};
   if (!x.groups) {
     const std::int64_t cols = round_up<std::int64_t>(columnwise ? x.rows : x.cols, points);
     return transform_matrices(call, cols, cols, execution);
@@ -86,8 +86,8 @@ void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t sig
   each_group(x.groups, [&](const Group& group) {
     const TensorRef rows = rows_of(x, group);
     std::uint16_t* const to = out + (columnwise ? group.first_col : group.begin * pitch);
-    transform_matrices({rows, points, columnwise, signs, to}, columnwise ? group.cols : pitch,
-                       pitch, execution);
+    transform_matrices({rows, points, columnwise, repeated_signs(signs), to},
+                       columnwise ? group.cols : pitch, pitch, execution);
   });
 }
 

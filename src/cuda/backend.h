@@ -13,8 +13,7 @@ void build_group_table(const std::int32_t* offs, std::int64_t groups, std::int64
                        std::int32_t* table, const Execution& execution);
 void clear_past_groups(const GroupTable& groups, void* rows, std::int64_t row_bytes,
                        std::int64_t count, const Execution& execution);
-void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
-          const Execution& execution);
+void amax(const TensorRef& x, const AmaxOf& of, float* out, const Execution& execution);
 // Writes the amax of each row and of each column of a batch, from one read; of groups, of each
 // column of each group.
 //   of_rows: (batch, rows), of_columns: (batch, cols), or (groups, cols)

@@ -13,7 +13,7 @@ namespace {
 std::vector<float> amax_of(const Matrix& x, const Spec& spec, bool columnwise) {
   const Shape read = read_shape(x.shape(), columnwise);
   Guarded<float> out(read.batch * (spec.has_row_amax() ? read.rows : 1));
-  amax(x.ref(), spec, columnwise, out.data());
+  amax(x.ref(), {spec, columnwise}, out.data());
   EXPECT_TRUE(out.guards_hold());
   return std::vector<float>(out.data(), out.data() + out.size());
 }

@@ -110,9 +110,9 @@ std::size_t touched_columns(const Guarded<T>& buffer, std::int64_t pitch, std::i
   return touched;
 }
 
-const char* const kSpecs[] = {"e4m3/tensor",    "e5m2/tensor+rht", "e4m3/row",
-                              "e4m3/row+exact", "e4m3/1x128",      "mxfp8+sr",
-                              "mxfp4+rht128",   "nvfp4+sr+rht",    "nvfp4+4over6"};
+const char* const kSpecs[] = {"e4m3/tensor",  "e5m2/tensor+rht", "e4m3/row",     "e4m3/row+exact",
+                              "e4m3/1x128",   "mxfp8+sr",        "mxfp4+rht128", "nvfp4+sr+rht",
+                              "nvfp4+4over6", "nvfp4+eden"};
 
 TEST_F(GroupedValues, QuantizeWritesGroupsAlone) {
   for (const char* text : kSpecs) {
@@ -148,8 +148,8 @@ TEST_F(GroupedValues, QuantizeWritesGroupsAlone) {
 
 TEST_F(GroupedValues, AmaxAndHadamardWriteGroupsAlone) {
   Guarded<float> of_rows(kRows), of_groups(kGroups);
-  amax(ref(), Spec::parse("e4m3/row"), false, of_rows.data());
-  amax(ref(), Spec::parse("nvfp4+rht"), false, of_groups.data());
+  amax(ref(), {Spec::parse("e4m3/row")}, of_rows.data());
+  amax(ref(), {Spec::parse("nvfp4+rht")}, of_groups.data());
   EXPECT_TRUE(of_rows.guards_hold() && of_groups.guards_hold());
   EXPECT_EQ(touched_lines(of_rows, 1, kEnd), 0u);
 

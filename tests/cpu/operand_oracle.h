@@ -68,14 +68,24 @@ inline std::uint64_t mixed_seed(std::uint64_t seed, std::uint64_t count) {
   return z ^ z >> 31;
 }
 
+// The signs of a transform, one a point, repeated.
+using Signs = std::vector<int>;
+inline Signs fixed_signs() { return {1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1}; }
+inline Signs eden_signs(std::uint64_t key, std::uint64_t stream) {
+  const PhiloxBlock drawn = philox(0xFFFFFFFFu, 0xFFFFFFFFu, stream / 2 * 2, key);
+  Signs signs;
+  for (int i = 0; i < 128; ++i) signs.push_back(drawn.word[i / 32] >> (i % 32) & 1 ? -1 : 1);
+  return signs;
+}
+
 // Computes the randomised Hadamard transform of `points` values, to bf16.
-inline void transform(float* v, int points) {
-  static const int kSigns[16] = {1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1};
+inline void transform(float* v, int points, const Signs& signs) {
   std::vector<float> in(v, v + points), out(static_cast<std::size_t>(points));
   const auto at = [](std::vector<float>& values, int i) -> float& {
     return values[static_cast<std::size_t>(i)];
   };
-  for (int i = 0; i < points; ++i) at(in, i) *= static_cast<float>(kSigns[i % 16]);
+  for (int i = 0; i < points; ++i)
+    at(in, i) *= static_cast<float>(signs[static_cast<std::size_t>(i) % signs.size()]);
   for (int stride = 1; stride < points; stride *= 2) {
     for (int i = 0; i < points; ++i)
       at(out, i) = i / stride % 2 ? at(in, i - stride) - at(in, i) : at(in, i) + at(in, i + stride);
@@ -111,6 +121,7 @@ inline double mx_value(unsigned code) {
   return code == 255 ? double{kNan} : std::ldexp(1.0, static_cast<int>(code) - 127);
 }
 
+inline const double kEdenLargest = fl32(6 / (17.0 / 16 * 0.93));
 struct Nvfp4 {
   float encode;  // S
   float scale;   // fl32(1 / S)
@@ -119,7 +130,8 @@ inline Nvfp4 nvfp4_tensor(float amax, minifloat::ScaleRounding rounding) {
   if (!std::isfinite(amax)) return {kNan, kNan};
   const bool is_below = rounding == minifloat::ScaleRounding::kPowerOfTwo ||
                         rounding == minifloat::ScaleRounding::kFourOverSix;
-  const double top = is_below ? 6.0 * 256 : 6.0 * 448;
+  double top = is_below ? 6.0 * 256 : 6.0 * 448;
+  if (rounding == minifloat::ScaleRounding::kEden) top = 256 * kEdenLargest;
   const float s = amax == 0 ? 1 : fl32(std::min(top / amax, kFloatMax));
   return {s, fl32(1 / double{s})};
 }
@@ -127,10 +139,11 @@ inline Nvfp4 nvfp4_tensor(float amax, minifloat::ScaleRounding rounding) {
 inline unsigned nvfp4_code(float amax, const Nvfp4& tensor, minifloat::ScaleRounding rounding) {
   const Grid& e4m3 = grid(minifloat::Elements::kE4m3);
   if (!std::isfinite(amax) || std::isnan(tensor.encode)) return kE4M3.nan_code;
-  const float per_amax = fl32(double{tensor.encode} * fl32(1.0 / 6));
+  const bool is_eden = rounding == minifloat::ScaleRounding::kEden;
+  const float per_amax = fl32(double{tensor.encode} * fl32(1 / (is_eden ? kEdenLargest : 6.0)));
   const double product = double{amax} * per_amax;
   const float v = product > kFloatMax ? static_cast<float>(kFloatMax) : fl32(product);
-  if (rounding == minifloat::ScaleRounding::kDefault) return e4m3.nearest(v);
+  if (rounding == minifloat::ScaleRounding::kDefault || is_eden) return e4m3.nearest(v);
   if (rounding == minifloat::ScaleRounding::kUp) return e4m3.up(v);
   if (v == 0) return 0;
   double power = std::ldexp(1.0, -9);
@@ -223,9 +236,11 @@ class Quantizer {
     if (n == 0) return x;
     Values padded{x.rows, (x.cols + n - 1) / n * n, {}};
     padded.v.resize(static_cast<std::size_t>(padded.rows * padded.cols));
+    const Signs signs =
+        spec_.is_eden() ? eden_signs(settings_.key, settings_.stream) : fixed_signs();
     for (std::int64_t r = 0; r < x.rows; ++r) {
       for (std::int64_t c = 0; c < x.cols; ++c) padded.at(r, c) = x.at(r, c);
-      for (std::int64_t c = 0; c < padded.cols; c += n) transform(&padded.at(r, c), n);
+      for (std::int64_t c = 0; c < padded.cols; c += n) transform(&padded.at(r, c), n, signs);
     }
     return padded;
   }
@@ -272,11 +287,12 @@ class Quantizer {
       out_.scale.push_back(code);
     } else if (spec_.rule == ScaleRule::kNvfp4) {
       const Nvfp4 tensor = nvfp4_tensor(active_amax(out_.amax[0], 0), spec_.scale_rounding);
-      const unsigned code = spec_.scale_rounding == minifloat::ScaleRounding::kFourOverSix
-                                ? nearer_of_two(r, c, amax, tensor)
-                                : nvfp4_code(amax, tensor, spec_.scale_rounding);
-      const double s = code == kE4M3.nan_code ? double{kNan} : value(kE4M3, code);
+      unsigned code = spec_.scale_rounding == minifloat::ScaleRounding::kFourOverSix
+                          ? nearer_of_two(r, c, amax, tensor)
+                          : nvfp4_code(amax, tensor, spec_.scale_rounding);
       encode = nvfp4_factor(code, tensor);
+      if (spec_.is_eden()) code = corrected(r, c, code, tensor);
+      const double s = code == kE4M3.nan_code ? double{kNan} : value(kE4M3, code);
       zero = code == 0;
       scale = s;
       tensor_scale = tensor.scale;
@@ -291,6 +307,46 @@ class Quantizer {
       for (std::int64_t j = c; j < std::min(c + width_, x_.cols); ++j)
         element(i, j, zero ? 0 : code_of(i, j, encode), scale, tensor_scale);
   }
+  // Returns the code that MS-EDEN stores for a block whose scale has code `code`.
+  unsigned corrected(std::int64_t r, std::int64_t c, unsigned code, const Nvfp4& tensor) const {
+    const Grid& e4m3 = grid(minifloat::Elements::kE4m3);
+    if (code == kE4M3.nan_code) return code;
+    const std::int64_t row = settings_.first_row + r, col = settings_.first_col + c;
+    const PhiloxBlock drawn =
+        philox(static_cast<std::uint32_t>(col / 128), static_cast<std::uint32_t>(row),
+               settings_.stream, settings_.key);
+    const std::int64_t half = col % 128 / 16;
+    const unsigned random = drawn.word[half / 2] >> (half % 2 * 16) & 0xFFFFu;
+    const float scale = static_cast<float>(value(kE4M3, code));
+    return e4m3.stochastic(fl32(double{scale} * correction(r, c / 128 * 128, tensor)), random);
+  }
+  float correction(std::int64_t r, std::int64_t first, const Nvfp4& tensor) const {
+    float squares[8], products[8];
+    for (std::int64_t b = 0; b < 8; ++b) {
+      const std::int64_t c = first + 16 * b;
+      const unsigned code =
+          nvfp4_code(block_amax(r, c, 1, 16), tensor, minifloat::ScaleRounding::kEden);
+      const float encode = nvfp4_factor(code, tensor), in_64ths = fl32(encode / 64.0);
+      const double s = code == kE4M3.nan_code ? double{kNan} : value(kE4M3, code);
+      float square = 0, product = 0;
+      for (std::int64_t j = c; j < c + 16; ++j) {
+        const float y = std::fabs(x_.at(r, j)), t = y * in_64ths, scaled = y * encode;
+        const double q = value(grid_.format(), grid_.nearest(scaled)) / 64;
+        square = std::fma(t, t, square);
+        product = std::fma(t, static_cast<float>(q), product);
+      }
+      squares[b] = s == 0 ? 0 : static_cast<float>(s * s) * square;
+      products[b] = s == 0 ? 0 : static_cast<float>(s * s) * product;
+    }
+    for (int half = 4; half > 0; half /= 2)
+      for (int b = 0; b < half; ++b) {
+        squares[b] = squares[b] + squares[b + half];
+        products[b] = products[b] + products[b + half];
+      }
+    const float c = squares[0] / products[0];
+    return std::isfinite(c) ? c : 1.0f;
+  }
+
   // Returns, of the scales of 6 and of 4, the one with the smaller sum of squared errors in the
   // block.
   unsigned nearer_of_two(std::int64_t r, std::int64_t c, float amax, const Nvfp4& tensor) const {
@@ -331,7 +387,7 @@ class Quantizer {
     float x = x_.at(r, c);
     if (spec_.delayed && std::isinf(x)) x = kNan;
     const float scaled = std::isnan(x) || std::isnan(encode) ? kNan : x * encode;
-    if (!spec_.stochastic) return grid_.nearest(scaled);
+    if (!spec_.stochastic || spec_.is_eden()) return grid_.nearest(scaled);
     const std::int64_t row = settings_.first_row + r, col = settings_.first_col + c;
     const PhiloxBlock block =
         philox(static_cast<std::uint32_t>(col / 16), static_cast<std::uint32_t>(row),

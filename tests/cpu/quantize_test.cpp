@@ -27,12 +27,15 @@ const std::vector<std::string>& bases() {
   return all;
 }
 
+constexpr const char* kEden = "nvfp4+eden";  // takes no more flags
+
 std::vector<std::string> all_specs() {
   std::vector<std::string> specs;
   for (const std::string& base : bases())
     for (const char* rounding : {"", "+sr"})
       for (const char* transform : {"", "+rht", "+rht32", "+rht64", "+rht128"})
         specs.push_back(base + rounding + transform);
+  specs.push_back(kEden);
   return specs;
 }
 
@@ -65,6 +68,7 @@ TEST(Quantize, BasesAreAllThatTheParserTakes) {
   for (const std::string& name : words_after("?", "expected one of "))
     for (const std::string& flag : words_after("nvfp4+?", "expected ")) try {
         Spec spec = Spec::parse(name + "+" + flag);
+        if (spec.is_eden()) continue;
         spec.stochastic = spec.delayed = false;  // all_specs and other tests add these
         spec.transform = 0;
         texts.insert(spec.str());
@@ -89,7 +93,7 @@ TEST(Quantize, SizesAroundBlocksAndTiles) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
       const Matrix x(shape, dtype, Kind::kWide, ++seed);
       for (const std::string& base : bases()) expect_as_oracle(x, {.spec = Spec::parse(base)});
-      for (const char* spec : {"nvfp4+sr", "nvfp4+sr+rht", "mxfp8+sr", "e4m3/tensor+rht128"})
+      for (const char* spec : {"nvfp4+sr", "nvfp4+sr+rht", "mxfp8+sr", "e4m3/tensor+rht128", kEden})
         expect_as_oracle(x, {.spec = Spec::parse(spec)});
     }
 }
@@ -101,7 +105,8 @@ TEST(Quantize, InfinityNanDenormalsAndTheLargestFloats) {
       for (const std::string& base : bases())
         for (const char* rounding : {"", "+sr"})
           expect_as_oracle(x, {.spec = Spec::parse(base + rounding)});
-      for (const char* spec : {"nvfp4+rht", "mxfp8+rht32", "e4m3/row+rht", "e4m3/128x128+rht64"})
+      for (const char* spec :
+           {"nvfp4+rht", "mxfp8+rht32", "e4m3/row+rht", "e4m3/128x128+rht64", kEden})
         expect_as_oracle(x, {.spec = Spec::parse(spec)});
     }
 }
@@ -117,6 +122,7 @@ TEST(Quantize,
     for (const std::string& base : bases())
       for (const char* rounding : {"", "+sr"})
         expect_as_oracle(x, {.spec = Spec::parse(base + rounding)});
+    expect_as_oracle(x, {.spec = Spec::parse(kEden)});
   }
 }
 
@@ -135,7 +141,7 @@ TEST(Quantize, AGivenAmaxReplacesTheComputedOne) {
   for (const float amax : {0.0f, 1e-40f, 0.5f, 3.0f, 1e30f, kInfinity, kNan}) {
     const std::vector<float> given = {amax, 2.0f};
     for (const char* spec : {"e4m3/tensor", "e5m2/tensor", "nvfp4", "nvfp4/16x16+up", "nvfp4+pow2",
-                             "e4m3/tensor+sr", "nvfp4+sr+rht"})
+                             "e4m3/tensor+sr", "nvfp4+sr+rht", kEden})
       expect_as_oracle(x, {.spec = Spec::parse(spec), .given_amax = given.data()});
     const std::vector<float> rows(80, amax);
     for (const char* spec : {"e4m3/row", "e4m3/row+exact"})

@@ -28,8 +28,9 @@ struct QuantizeTile {
   MINIFLOAT_INLINE static void run(const Job& job) {
     const auto memory = std::make_unique<TileMemory>();
     const TileRange range = {0, 0, 0, job.plan->rows, job.plan->cols};
-    const LoadArgs load = {job.x,          job.columnwise, job.plan->operand.spec.transform,
-                           kHadamardSigns, &range,         memory.get()};
+    const LoadArgs load = {
+        job.x,  job.columnwise, job.plan->operand.spec.transform, repeated_signs(kHadamardSigns),
+        &range, memory.get()};
     const TileView<std::uint16_t> tile = load.points > 0
                                              ? LoadTransformedTile<std::uint16_t>::run(load)
                                              : LoadTile<std::uint16_t>::run(load);
@@ -82,7 +83,8 @@ TEST(Targets, EveryVectorUnitGivesTheSameBytes) {
     expect_alike<E2M1>(spec);
   for (const char* spec : {"nvfp4+4over6", "nvfp4/16x16+4over6", "nvfp4/16x16+4over6+rht"})
     expect_alike<E2M1>(spec);
-  for (const char* spec : {"nvfp4+sr", "nvfp4+sr+rht32", "nvfp4+4over6+sr", "mxfp4+sr"})
+  for (const char* spec :
+       {"nvfp4+sr", "nvfp4+sr+rht32", "nvfp4+4over6+sr", "mxfp4+sr", "nvfp4+eden"})
     expect_alike<E2M1>(spec);
   for (const char* spec : {"mxfp8", "mxfp8/32x32+rht64", "e4m3/1x128", "e4m3/128x128"})
     expect_alike<E4M3>(spec);

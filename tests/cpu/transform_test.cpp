@@ -40,7 +40,7 @@ TEST(Hadamard, ValuesAsTheOracle) {
                   std::vector<float> v(static_cast<std::size_t>(points), 0.0f);
                   for (std::int64_t i = c; i < std::min(in.cols, c + points); ++i)
                     v[static_cast<std::size_t>(i - c)] = in.at(r, i);
-                  oracle::transform(v.data(), points);
+                  oracle::transform(v.data(), points, oracle::fixed_signs());
                   for (const float want : v)
                     ASSERT_TRUE(same_float(oracle::from_bf16(got[at++]), want))
                         << points << " points, row " << r << ", column " << c;

@@ -23,7 +23,7 @@ from tests.support.activation_casts import (
     options_of,
 )
 from tests.support.same_bits import bits, require_all_same
-from tests.support.specs import SPECS
+from tests.support.specs import SPECS, flagged
 
 TORCH = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 # The same in float64 without cancellation.
@@ -159,11 +159,11 @@ def test_gradients_in_place_of_any_layout():
 def test_casts_are_those_of_the_composition(
     spec, flags, directions, shape, dtype, activation, is_gated, special, decoded
 ):
-    spec = spec + flags
+    spec = flagged(spec, flags)
     row, col = (spec if asked else "" for asked in directions)
     case = draw(*shape, dtype, activation, is_gated=is_gated, special=special)
     options = {"stream_row": 2**60 + 7, "stream_col": -5, "origin": (256, 128)}
-    if "+sr" in spec:
+    if "+sr" in spec or "+eden" in spec:
         options["rng"] = RNG
     for side, text in (("row", row), ("col", col)):
         if "+delayed" in text:

@@ -34,10 +34,11 @@ def test_equals_gathering_first(spec: str, line: int) -> None:
 
 def test_amax_equals_gathering_first() -> None:
     groups = table_of(2, 2, 7, rows=7)
-    for spec in ("e4m3/tensor", "e4m3/row", "nvfp4+rht"):
+    rng = torch.tensor([1, 2])
+    for spec in ("e4m3/tensor", "e4m3/row", "nvfp4+rht", "nvfp4+eden"):
         for columnwise in (False, True):
-            want = ops.amax(X[FROM.long()], spec, columnwise, groups=groups)
-            got = ops.amax(X, spec, columnwise, groups=groups, rows_from=FROM)
+            want = ops.amax(X[FROM.long()], spec, columnwise, groups=groups, rng=rng)
+            got = ops.amax(X, spec, columnwise, groups=groups, rows_from=FROM, rng=rng)
             assert torch.equal(got, want)
 
 

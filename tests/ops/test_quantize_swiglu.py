@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from minifloat._native import ops
 
-from tests.support.specs import SPECS
+from tests.support.specs import SPECS, flagged
 from tests.support.swiglu_casts import ENDS, draw, require_same_cast
 
 RNG = torch.tensor([-(2**61) + 3, 9])
@@ -26,7 +26,7 @@ def is_2d(spec: str) -> bool:
 def options_of(row: str, col: str, groups: int | None) -> dict[str, Any]:
     """Returns the options of a cast: random bits, and the amaxes that delayed scaling takes."""
     options: dict[str, Any] = dict(STREAMS)
-    if "+sr" in row + col:
+    if "+sr" in row + col or "+eden" in row + col:
         options["rng"] = RNG
     for side, spec in (("row", row), ("col", col)):
         if "+delayed" in spec:
@@ -50,7 +50,7 @@ def test_bytes_are_those_of_the_composition(
     spec, flags, directions, ends, width, dtype, parts, form, has_pairs
 ):
     offs, rows = ends
-    spec = spec + flags
+    spec = flagged(spec, flags)
     if offs is not None and is_2d(spec):
         spec = "mxfp8"
     case = draw(offs, rows, width, dtype, parts, has_pairs=has_pairs, **form)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.support.fuzz_values import Arena, values
-from tests.support.specs import BASES, SPECS
+from tests.support.specs import BASES, SPECS, flagged
 
 ops = torch.ops.minifloat
 FLOATS = (torch.float32, torch.bfloat16)
@@ -61,7 +61,7 @@ def matrix(rng: Random, arena: Arena, batched: bool = False) -> Tensor:
 
 def some_spec(rng: Random) -> str:
     spec = rng.choice(SPECS)
-    return spec + rng.choice(("", "", "+sr", "+rht", "+rht32", "+sr+rht"))
+    return flagged(spec, rng.choice(("", "", "+sr", "+rht", "+rht32", "+sr+rht")))
 
 
 def in_arena(arena: Arena, q: mf.Quantized) -> mf.Quantized:
@@ -100,8 +100,9 @@ def product_sides(rng: Random, arena: Arena) -> tuple[Any, Any]:
 
 @call("amax")
 def _amax(rng: Random, arena: Arena) -> Call:
-    spec = rng.choice(("e4m3/tensor", "e4m3/row", "nvfp4", "nvfp4+rht"))
+    spec = rng.choice(("e4m3/tensor", "e4m3/row", "nvfp4", "nvfp4+rht", "nvfp4+eden"))
     args = {"x": matrix(rng, arena, True), "spec": spec, "columnwise": rng.random() < 0.5}
+    args |= {"rng": arena.place(torch.tensor([1, 2])), "stream": rng.randrange(100)}
     return op_call("amax", **args)
 
 

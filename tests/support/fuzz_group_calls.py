@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.support.fuzz_calls import Call, call, op_call, ops, with_backward
 from tests.support.fuzz_values import Arena, values
-from tests.support.specs import SPECS
+from tests.support.specs import SPECS, flagged
 
 FLOATS = (torch.float32, torch.bfloat16)
 FLAGS = ("", "+sr", "+rht", "+rht64", "+sr+rht128")
@@ -66,7 +66,7 @@ def _amax(rng: Random, arena: Arena) -> Call:
 def _quantize(rng: Random, arena: Arena) -> Call:
     args = _values(rng, arena)
     rows, count = args["x"].shape[0], args["groups"].shape[1] - 1
-    row, col = (rng.choice(SPECS_1D) + rng.choice(FLAGS) for _ in range(2))
+    row, col = (flagged(rng.choice(SPECS_1D), rng.choice(FLAGS)) for _ in range(2))
     row, col = rng.choice(((row, col), (row, ""), ("", col)))
     for side, spec, length in (("row", row, (rows,)), ("col", col, (count, args["x"].shape[1]))):
         shape = length if "/row" in spec else (count,)
@@ -85,7 +85,7 @@ def _quantize(rng: Random, arena: Arena) -> Call:
 
 @call("mf.quantize of groups")
 def _public_quantize(rng: Random, arena: Arena) -> Call:
-    args = {**_values(rng, arena), "spec": rng.choice(SPECS_1D) + rng.choice(FLAGS)}
+    args = {**_values(rng, arena), "spec": flagged(rng.choice(SPECS_1D), rng.choice(FLAGS))}
     if "delayed" in args["spec"]:
         args["amax"] = arena.place(torch.ones(args["groups"].shape[1] - 1))
     units = {"columnwise": rng.random() < 0.5, "group_unit": rng.choice((0, 16, 32, 64, 128))}

@@ -99,13 +99,18 @@ def philox(counter: list[np.ndarray], key: int, rounds: int = 7) -> list[np.ndar
     return c
 
 
+def philox_words(first: np.ndarray, row: np.ndarray, key: int, stream: int) -> np.ndarray:
+    """Returns the four words of each counter (first, row, stream), (..., 4)."""
+    stream_bits = [np.full(row.shape, (stream >> shift) & 0xFFFFFFFF) for shift in (0, 32)]
+    return np.stack(philox([first, row, *stream_bits], key), -1)
+
+
 def random_bits(rows: int, cols: int, bits: int, key: int, stream: int, origin: tuple[int, int]):
     """Returns 16 random bits an element of (rows, cols), in the layout of cvt.rs."""
     r = np.arange(rows)[:, None] + origin[0]
     group = np.arange(-(-cols // 16))[None] + origin[1] // 16
     r, group = np.broadcast_arrays(r, group)
-    stream_bits = [np.full(r.shape, (stream >> shift) & 0xFFFFFFFF) for shift in (0, 32)]
-    drawn = np.stack(philox([group, r, *stream_bits], key), -1)  # (rows, groups, 4)
+    drawn = philox_words(group, r, key, stream)  # (rows, groups, 4)
     w = [(drawn >> np.uint64(8 * i)) & np.uint64(255) for i in range(4)]
     reverse = [int(f"{i:08b}"[::-1], 2) for i in range(256)]
     v = [np.array(reverse, np.uint64)[w[3 - i].astype(np.int64)] for i in range(4)]
@@ -119,10 +124,15 @@ def random_bits(rows: int, cols: int, bits: int, key: int, stream: int, origin: 
 # ---- transform -----------------------------------------------------------------------------------
 
 
-def hadamard(x: np.ndarray, points: int, signs: int = SIGNS) -> np.ndarray:
-    """Transforms x, fp32 (rows, cols), padded with zeros: fp32 butterflies, rounded to bf16."""
+def hadamard(x: np.ndarray, points: int, signs: int | np.ndarray = SIGNS) -> np.ndarray:
+    """Transforms x, fp32 (rows, cols), padded with zeros: fp32 butterflies, rounded to bf16.
+
+    signs: a mask of 16 bits, repeated; or 1 and -1 of each point, (points).
+    """
     v = np.pad(x, ((0, 0), (0, -x.shape[1] % points)))
-    flip = np.array([-1.0 if signs >> (i % 16) & 1 else 1.0 for i in range(points)], F32)
+    if isinstance(signs, int):
+        signs = np.array([-1.0 if signs >> (i % 16) & 1 else 1.0 for i in range(points)])
+    flip = signs.astype(F32)
     v = v.reshape(len(x), v.shape[1] // points, points) * flip
     stride = 1
     while stride < points:
@@ -146,6 +156,8 @@ class Parsed:
 
     @property
     def points(self) -> int:
+        if "eden" in self.flags:
+            return 128
         rht = [flag for flag in self.flags if flag.startswith("rht")]
         return int(rht[0][3:] or 16) if rht else 0
 
@@ -242,6 +254,68 @@ def four_over_six_scales(x, amax, block, rows_are_columns: bool):
     return s, np.where(error_four < error_six, four, six)
 
 
+# ---- MS-EDEN -------------------------------------------------------------------------------------
+
+
+def eden_signs(key: int, stream: int) -> np.ndarray:
+    """Returns the signs of the transform, 1 and -1, (128)."""
+    end = np.full(1, 0xFFFFFFFF)
+    words = philox_words(end, end, key, stream & ~1 & MASK)[0]
+    bits = (words[:, None] >> np.arange(32, dtype=np.uint64)) & np.uint64(1)
+    return 1.0 - 2.0 * bits.reshape(-1).astype(np.float64)
+
+
+def fused(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Returns a * b + c in fp32, rounded once but for sums that need more than 64 bits."""
+    wide = np.longdouble
+    return (a.astype(wide) * b.astype(wide) + c.astype(wide)).astype(F32)
+
+
+def eden_scales(y, amax):
+    """Returns S, the codes of block scales before their correction, and the corrections.
+
+    y: transformed, whole groups of 128 columns; the corrections: (rows, cols / 128).
+    """
+    finite = np.isfinite(amax)
+    largest_code = F32(6 / (17 / 16 * 0.93))
+    top = F32(256) * largest_code
+    s = F32(F32(1) if amax == 0 else min(top / amax, FLT_MAX) if finite else np.nan)
+    blocks = block_amax(y, (1, 16))
+    v = np.minimum(blocks * (s * (F32(1) / largest_code)), FLT_MAX).astype(F32)
+    codes = np.where(np.isfinite(blocks), encode(v, E4M3), 0x7F).astype(np.uint8)
+    scale = decode(codes, E4M3)
+    factor = np.minimum(F32(1) / (scale * (F32(1) / s)), FLT_MAX).astype(F32)
+
+    elements = np.abs(y).reshape(len(y), -1, 16)
+    t = (elements * (factor * F32(2**-6))[..., None]).astype(F32)
+    q = decode(encode((elements * factor[..., None]).astype(F32), E2M1), E2M1) * F32(2**-6)
+    squares = products = np.zeros(blocks.shape, F32)
+    for i in range(16):
+        squares = fused(t[..., i], t[..., i], squares)
+        products = fused(t[..., i], q[..., i], products)
+    sums = []
+    for of_block in (squares, products):
+        part = np.where(scale == 0, F32(0), scale * scale * of_block).astype(F32)
+        part = part.reshape(len(y), -1, 8)
+        while part.shape[2] > 1:
+            half = part.shape[2] // 2
+            part = part[..., :half] + part[..., half:]
+        sums.append(part[..., 0])
+    c = sums[0] / sums[1]
+    return s, codes, np.where(np.isfinite(c), c, F32(1)).astype(F32)
+
+
+def eden_stored(codes, corrections, key: int, stream: int, origin: tuple[int, int]) -> np.ndarray:
+    """Returns the codes of the stored scales: the corrected ones, rounded stochastically."""
+    corrected = decode(codes, E4M3) * np.repeat(corrections, 8, 1)
+    r = np.arange(len(codes))[:, None] + origin[0]
+    group = np.arange(corrections.shape[1])[None] + origin[1] // 128
+    words = philox_words(*np.broadcast_arrays(group, r), key, stream)
+    halves = np.stack([words & np.uint64(0xFFFF), words >> np.uint64(16)], -1)
+    random = halves.reshape(corrected.shape).astype(np.float64)
+    return encode(corrected.astype(F32), E4M3, random)
+
+
 def block_sums(squares: np.ndarray, block: tuple[int, int], rows_are_columns: bool) -> np.ndarray:
     """Sums in fp32: along a row in order, and over the 16 rows of a 2D block in a tree."""
     height, width = block
@@ -274,7 +348,8 @@ def quantize(
     p = parse(spec)
     with np.errstate(all="ignore"):
         if p.points:
-            x = hadamard(x, p.points)
+            signs = eden_signs(key, stream) if "eden" in p.flags else SIGNS
+            x = hadamard(x, p.points, signs)
         shape = x.shape
         amax = scale = factor = None
         zero = np.zeros(shape, bool)
@@ -295,12 +370,18 @@ def quantize(
             factor = spread(np.where(scale == 255, F32(np.nan), inverse), p.block, shape)
         else:
             amax = largest(x) if given_amax is None else np.asarray(given_amax, F32)
-            if "4over6" in p.flags:
+            corrections = None
+            if "eden" in p.flags:
+                s, scale, corrections = eden_scales(x, amax)
+            elif "4over6" in p.flags:
                 s, scale = four_over_six_scales(x, amax, p.block, columnwise and not p.points)
             else:
                 s, scale = nvfp4_scales(x, amax, p.block, p.flags)
             block = decode(scale, E4M3)
             enc = np.minimum(F32(1) / (block * (F32(1) / s)), FLT_MAX)
+            if corrections is not None:
+                scale = eden_stored(scale, corrections, key, stream, origin)
+                block = decode(scale, E4M3)
             factor, zero = (spread(t, p.block, shape) for t in (enc, block == 0))
         random = None
         if "sr" in p.flags:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tests.support.exact_sums import integers
 from tests.support.same_bits import bits
-from tests.support.specs import SPECS
+from tests.support.specs import SPECS, flagged
 
 FLAGS = [r + t for r in ("", "+sr") for t in ("", "+rht", "+rht32", "+rht64", "+rht128")]
 SHAPES = [(1, 15), (17, 130), (33, 129), (128, 256), (2, 40, 70)]
@@ -61,10 +61,10 @@ def digest(tensors: Iterable[Tensor | None]) -> str:
 def casts() -> Iterable[tuple[str, str]]:
     """Digests codes, scales, amaxes and decoded values of both directions."""
     rng = torch.tensor(RNG)
-    for spec, shape in itertools.product([s + f for s in SPECS for f in FLAGS], SHAPES):
+    for spec, shape in itertools.product([flagged(s, f) for s in SPECS for f in FLAGS], SHAPES):
         for dtype, kind in itertools.product((torch.bfloat16, torch.float32), KINDS):
             x = values(kind, shape, dtype)
-            given = {"rng": rng} if "+sr" in spec else {}
+            given = {"rng": rng} if "+sr" in spec or "+eden" in spec else {}
             if "+delayed" in spec:
                 given |= {f"amax_{side}": torch.full(shape[:-2], 3.0) for side in ("row", "col")}
             results = ops.quantize(x, spec, spec, decoded_row=True, decoded_col=True, **given)

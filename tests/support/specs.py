@@ -25,5 +25,11 @@ BASES = [
     "nvfp4+4over6",
     "nvfp4/16x16+4over6",
 ]
-# The same, and delayed scaling, which needs an amax from the caller.
-SPECS = [*BASES, "e4m3/tensor+delayed"]
+# The same, delayed scaling, which needs an amax from the caller, and MS-EDEN, which needs random
+# bits and takes no further flags.
+SPECS = [*BASES, "e4m3/tensor+delayed", "nvfp4+eden"]
+
+
+def flagged(spec: str, flags: str) -> str:
+    """Returns the spec with `+sr` and a transform; without them where it has its own."""
+    return spec if "+eden" in spec else spec + flags

@@ -10,6 +10,7 @@ import torch
 from minifloat._native import ops
 
 from tests.support import grouped_oracle, oracle
+from tests.support.specs import flagged
 from tests.tensor.test_groups import (
     ENDS,
     ROWS,
@@ -93,18 +94,20 @@ def test_amaxes_are_those_of_groups(spec, columnwise):
     x = grouped_values("special", ROWS, 40, ENDS[-1], seed=4)
     has_row = oracle.parse(spec).rule == "row"
     for flag in ("", "+rht", "+rht64"):
-        got = mf.amax(x, spec + flag, columnwise=columnwise, groups=TABLE)
+        text = flagged(spec, flag)
+        got = mf.amax(x, text, columnwise=columnwise, seed=2, stream=3, groups=TABLE)
         assert got.shape == (((len(ENDS), 40) if columnwise else (ROWS,)) if has_row else (7,))
-        points = oracle.parse(spec + flag).points
+        points = oracle.parse(text).points
+        signs = oracle.eden_signs(oracle.mix_seed(2, 0), 3) if "eden" in text else oracle.SIGNS
         for e, group in groups_under(128):
             part = padded_rows(x, group) if columnwise else x[group.begin : group.end]
             part = (part.t().contiguous() if columnwise else part).numpy()
             if points and part.size > 0:
                 with np.errstate(invalid="ignore"):
-                    part = oracle.hadamard(part, points)
+                    part = oracle.hadamard(part, points, signs)
             by_row = slice(group.begin, group.end) if has_row and not columnwise else e
             want = oracle.largest(part, 1 if has_row else None)
-            same_floats(got[by_row], want, f"{spec + flag}, group {e}")
+            same_floats(got[by_row], want, f"{text}, group {e}")
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
@@ -140,7 +143,8 @@ def dense_groups(x, q):
         if "delayed" in q.spec:
             amax = torch.linspace(1, 4, len(ENDS))[e]
         rows = padded_rows(x, group) if q.columnwise else x[group.begin : group.end]
-        one = mf.quantize(rows, q.spec, columnwise=q.columnwise, amax=amax)
+        origin = (0, e * x.shape[1]) if q.columnwise else (group.begin, 0)  # of random bits
+        one = mf.quantize(rows, q.spec, columnwise=q.columnwise, amax=amax, origin=origin)
         columns = slice(group.first, group.first + group.cols)
         yield e, one, (slice(None), columns) if q.columnwise else slice(group.begin, group.end)
 
@@ -150,7 +154,7 @@ def dense_groups(x, q):
 def test_values_are_those_of_dense_operands(spec, columnwise):
     for flag, unit in (("", 0), ("+rht", 0), ("+rht32", 128)):
         x = grouped_values("wide", ROWS, 44, ENDS[-1], seed=5)
-        q = cast(x, spec + flag, columnwise, group_unit=unit)
+        q = cast(x, flagged(spec, flag), columnwise, group_unit=unit)
         fp32, bf16 = mf.dequantize(q), q.dequantize(torch.bfloat16)
         groups = {"groups": q.groups, "group_unit": q.group_unit}
         decoded = ops.decode(q.codes, q.scale, q.spec, q.shape[-1], **groups)
@@ -169,7 +173,7 @@ def test_decoded_values_of_a_cast(spec):
     given = torch.ones(7) if "delayed" in spec else None
     out = ops.quantize(
         x, spec, spec, groups=TABLE, amax_row=given, amax_col=given, decoded_row=True,
-        decoded_col=True,
+        decoded_col=True, rng=torch.tensor([1, 2]),
     )  # fmt: skip
     unit = grouped_oracle.least_unit(spec)
     total = grouped_oracle.length(ROWS, len(ENDS), unit)

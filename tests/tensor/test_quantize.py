@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from minifloat._native import ops
 
 from tests.support import oracle
-from tests.support.specs import SPECS
+from tests.support.specs import SPECS, flagged
 
 FLAGS = ["", "+sr", "+rht", "+sr+rht", "+rht32", "+rht64", "+sr+rht128"]
 BLOCKS_2D = [
@@ -93,7 +93,7 @@ def test_every_spec_and_flag(spec, kind):
     x = values(kind, (37, 150), seed=len(spec))
     key = oracle.mix_seed(5, 0)
     for flag, columnwise in itertools.product(FLAGS, (False, True)):
-        q = mf.quantize(x, spec + flag, columnwise=columnwise, seed=5, stream=-7)
+        q = mf.quantize(x, flagged(spec, flag), columnwise=columnwise, seed=5, stream=-7)
         as_read = x.t().contiguous() if columnwise else x
         require_equal_bytes(q, as_read, key=key, stream=-7 & oracle.MASK, columnwise=columnwise)
 
@@ -112,7 +112,7 @@ def test_every_spec_and_flag(spec, kind):
 @settings(max_examples=250, deadline=None)
 def test_any_shape_dtype_stride(spec, flag, rows, cols, dtype, layout, kind, columnwise, seed):
     x = with_strides(values(kind, (rows, cols), seed % 1000).to(dtype), layout)
-    q = mf.quantize(x, spec + flag, columnwise=columnwise, seed=seed, stream=seed)
+    q = mf.quantize(x, flagged(spec, flag), columnwise=columnwise, seed=seed, stream=seed)
     as_read = x.t() if columnwise else x
     key = oracle.mix_seed(seed & oracle.MASK, 0)
     require_equal_bytes(
@@ -122,7 +122,9 @@ def test_any_shape_dtype_stride(spec, flag, rows, cols, dtype, layout, kind, col
     assert q.columnwise == columnwise
 
 
-@pytest.mark.parametrize("spec", ["nvfp4+sr", "mxfp8", "nvfp4+sr+rht", "e4m3/row", "e4m3/1x128"])
+@pytest.mark.parametrize(
+    "spec", ["nvfp4+sr", "mxfp8", "nvfp4+sr+rht", "nvfp4+eden", "e4m3/row", "e4m3/1x128"]
+)
 def test_both_directions_from_one_read(spec):
     x = values("normal", (70, 90), 1)
     rng = torch.tensor([3, 0])
@@ -169,15 +171,18 @@ def test_a_batch_is_its_matrices(spec, columnwise):
 def test_given_amax(columnwise):
     x = values("normal", (20, 48), 4)
     as_read = x.t().contiguous() if columnwise else x
+    key = oracle.mix_seed(0, 0)
     for spec, amax in [
         ("nvfp4", torch.tensor(9.5)),
         ("nvfp4", torch.tensor(0.5)),
+        ("nvfp4+eden", torch.tensor(9.5)),
+        ("nvfp4+eden", torch.tensor(0.5)),
         ("e5m2/tensor", torch.tensor(100.0)),
         ("e4m3/tensor+delayed", torch.tensor(0.0)),
         ("e4m3/row", torch.linspace(0.5, 4, len(as_read))),
     ]:
         q = mf.quantize(x, spec, columnwise=columnwise, amax=amax)
-        require_equal_bytes(q, as_read, given_amax=amax.numpy())
+        require_equal_bytes(q, as_read, given_amax=amax.numpy(), key=key)
 
 
 def test_stochastic_bytes_do_not_depend_on_threads():
@@ -210,25 +215,29 @@ def test_seed_and_stream_draw_other_bits_and_the_mean_is_unbiased():
 
 @pytest.mark.parametrize("spec", SPECS)
 def test_dequantize_is_code_times_scale(spec):
-    x = values("normal", (33, 70), 6)
-    q = mf.quantize(x, spec, amax=torch.tensor(3.0) if "delayed" in spec else None)
     p = oracle.parse(spec)
+    shape = (33, 256 if p.points else 70)
+    x = values("normal", shape, 6)
+    q = mf.quantize(x, spec, amax=torch.tensor(3.0) if "delayed" in spec else None)
     codes = q.codes.numpy()
     if p.elements is oracle.E2M1:
-        codes = np.stack([codes & 15, codes >> 4], -1).reshape(33, -1)[:, :70]
+        codes = np.stack([codes & 15, codes >> 4], -1).reshape(33, -1)[:, : shape[1]]
     elements = oracle.decode(codes, p.elements)
     if p.rule == "nvfp4":
         scale = oracle.decode(q.scale.view(torch.uint8).numpy(), oracle.E4M3)
         is_below = "pow2" in spec or "4over6" in spec
-        s = np.float32(1536 if is_below else 2688) / q.amax.numpy()
-        want = elements * oracle.spread(scale, p.block, (33, 70)) * (np.float32(1) / s)
+        top = np.float32(1536 if is_below else 2688)
+        if "eden" in spec:
+            top = np.float32(256) * np.float32(6 / (17 / 16 * 0.93))
+        s = top / q.amax.numpy()
+        want = elements * oracle.spread(scale, p.block, shape) * (np.float32(1) / s)
     elif p.rule == "mx":
         scale = np.ldexp(np.float32(1), q.scale.view(torch.uint8).numpy().astype(int) - 127)
-        want = elements * oracle.spread(scale, p.block, (33, 70))
+        want = elements * oracle.spread(scale, p.block, shape)
     else:
         scale = q.scale.numpy()
         if p.rule == "block":
-            scale = oracle.spread(scale, p.block, (33, 70))
+            scale = oracle.spread(scale, p.block, shape)
         want = elements * (scale[:, None] if p.rule == "row" else scale)
     same_floats(mf.dequantize(q), want, spec)
     same_floats(q.dequantize(torch.bfloat16).float(), oracle.to_bf16(want), spec)
@@ -245,7 +254,8 @@ def test_2d_blocks_agree_in_both_directions(spec):
 
 def test_amax_is_what_quantize_uses():
     x = values("special", (5, 30, 40), 8)
-    for spec, columnwise in itertools.product(["nvfp4", "e4m3/row", "nvfp4+rht"], (False, True)):
+    specs = ["nvfp4", "e4m3/row", "nvfp4+rht", "nvfp4+eden"]
+    for spec, columnwise in itertools.product(specs, (False, True)):
         want = mf.quantize(x, spec, columnwise=columnwise).amax
         got = mf.amax(x, spec, columnwise=columnwise)
         assert got.shape == want.shape

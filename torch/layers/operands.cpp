@@ -17,10 +17,14 @@ namespace minifloat {
 namespace torch_ops {
 namespace {
 
-// Returns the random stream of an operand within its module.
-constexpr std::int64_t operand_stream(Place place) {
-  const std::string_view name = kOperands[place].name;
-  return static_cast<std::int64_t>(fnv1a64(name.data(), name.size()));
+// Returns the random stream of an operand within its module. Under +eden the streams of a product's
+// two operands differ in the lowest bit alone, so that both have the same signs (core/eden.h).
+std::int64_t operand_stream(const Spec& spec, Place place) {
+  std::string_view name = kOperands[place].name;
+  if (!spec.is_eden()) return static_cast<std::int64_t>(fnv1a64(name.data(), name.size()));
+  name.remove_prefix(name.find('/') + 1);
+  const std::uint64_t product = fnv1a64(name.data(), name.size()) & ~std::uint64_t{1};
+  return static_cast<std::int64_t>(product | (kOperands[place].is_second ? 1 : 0));
 }
 
 // Writes the current amax of one place, or of two that share the amax, to the history or to the
@@ -208,7 +212,7 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
     if (!needed.is_needed || spec.is_bf16()) return kAbsent;
     if (spec.delayed) amax = active_amax(state.history, needed.place);
     if (spec.stochastic) options.rng = state.rng;
-    stream = operand_stream(needed.place) ^ state.stream;
+    stream = operand_stream(spec, needed.place) ^ state.stream;
     decoded = needed.decoded;
     return recipe.spec_texts[needed.place];
   };

@@ -28,13 +28,15 @@ struct OperandInfo {
   Matrix matrix;
   bool columnwise;   // whether the product reads the transpose
   const char* name;  // also of the random stream in the module
+  bool is_second;    // of its product
 };
-inline constexpr std::array<OperandInfo, kPlaces> kOperands = {{{Matrix::kX, false, "x/fprop"},
-                                                                {Matrix::kW, false, "w/fprop"},
-                                                                {Matrix::kG, false, "g/dgrad"},
-                                                                {Matrix::kW, true, "w/dgrad"},
-                                                                {Matrix::kG, true, "g/wgrad"},
-                                                                {Matrix::kX, true, "x/wgrad"}}};
+inline constexpr std::array<OperandInfo, kPlaces> kOperands = {
+    {{Matrix::kX, false, "x/fprop", false},
+     {Matrix::kW, false, "w/fprop", true},
+     {Matrix::kG, false, "g/dgrad", false},
+     {Matrix::kW, true, "w/dgrad", true},
+     {Matrix::kG, true, "g/wgrad", false},
+     {Matrix::kX, true, "x/wgrad", true}}};
 
 // A recipe and the texts that its ops take, parsed once in a process.
 struct PreparedRecipe {

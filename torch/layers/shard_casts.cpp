@@ -82,12 +82,12 @@ void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Needed& ro
   if (of_row && of_col && row_spec.has_tensor_amax() && col_spec.has_tensor_amax() &&
       row_spec.transform == 0 && col_spec.transform == 0) {
     options.amax_row =
-        largest_of_ranks(sharding, amax(x, recipe.spec_texts[row.place], false, options.groups));
+        largest_of_ranks(sharding, amax(x, recipe.spec_texts[row.place], false, options));
     options.amax_col = options.amax_row;
     return;
   }
   const auto own_amax = [&](const Needed& needed, bool columnwise) {
-    return amax(x, recipe.spec_texts[needed.place], columnwise, options.groups);
+    return amax(x, recipe.spec_texts[needed.place], columnwise, options);
   };
   if (of_row) options.amax_row = own_amax(row, false);
   if (of_col) options.amax_col = own_amax(col, true);

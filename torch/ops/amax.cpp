@@ -15,7 +15,8 @@ using torch_ops::as_read;
 using torch_ops::empty;
 
 Tensor amax_meta(const Tensor& x, const std::string& text, bool columnwise,
-                 const std::optional<Tensor>& table, const std::optional<Tensor>& rows_from) {
+                 const std::optional<Tensor>& rng, std::int64_t, const std::optional<Tensor>& table,
+                 const std::optional<Tensor>& rows_from) {
   const torch_ops::Groups groups = {table, 0, rows_from};
   bridge::check_values("amax", x);
   torch_ops::check_groups("amax", groups, x);
@@ -24,17 +25,29 @@ Tensor amax_meta(const Tensor& x, const std::string& text, bool columnwise,
   const Spec spec = bridge::parse_spec(text);
   TORCH_CHECK_VALUE(spec.has_tensor_amax() || spec.has_row_amax(), "amax: ", spec.str(),
                     " has no tensor or row amax; expected tensor, row or nvfp4 scaling");
+  if (rng) bridge::check_rng("amax", *rng, x);
+  TORCH_CHECK_VALUE(!spec.is_eden() || rng, "amax: ", spec.str(),
+                    " draws the signs of its transform and needs rng, an int64 tensor (seed, "
+                    "count)");
   return empty(x, as_read(x, spec, columnwise, groups).amax(spec), at::kFloat);
 }
 
 Tensor amax_kernel(const Tensor& x, const std::string& text, bool columnwise,
+                   const std::optional<Tensor>& rng, std::int64_t stream,
                    const std::optional<Tensor>& groups, const std::optional<Tensor>& rows_from) {
   TensorRef in = bridge::tensor_ref("amax", x);
-  const Tensor out = amax_meta(x, text, columnwise, groups, rows_from);
-  const Spec& spec = bridge::parse_spec(text);
-  torch_ops::set_groups("amax", {groups, 0, rows_from}, spec.group_unit(), in);
+  const Tensor out = amax_meta(x, text, columnwise, rng, stream, groups, rows_from);
+  AmaxOf of = {bridge::parse_spec(text), columnwise};
+  torch_ops::set_groups("amax", {groups, 0, rows_from}, of.spec.group_unit(), in);
+  Tensor state;
+  if (of.spec.is_eden()) {
+    bridge::check_memory("amax", "rng", *rng);
+    state = rng->contiguous();
+    of.random = {state.const_data_ptr<std::int64_t>(), static_cast<int>(state.size(0)),
+                 static_cast<std::uint64_t>(stream)};
+  }
   bridge::with_value_errors(
-      [&] { amax(in, spec, columnwise, out.mutable_data_ptr<float>(), bridge::ExecutionOn(x)); });
+      [&] { amax(in, of, out.mutable_data_ptr<float>(), bridge::ExecutionOn(x)); });
   return out;
 }
 

@@ -67,11 +67,15 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const st
                          options.decoded_col, options.fp8_row, options.fp8_col));
 }
 
-Tensor amax(const Tensor& x, const std::string& spec, bool columnwise, const Groups& groups) {
-  using Signature = Tensor(const Tensor&, const std::string&, bool, const std::optional<Tensor>&,
-                           const std::optional<Tensor>&);
+Tensor amax(const Tensor& x, const std::string& spec, bool columnwise,
+            const QuantizeOptions& options) {
+  using Signature =
+      Tensor(const Tensor&, const std::string&, bool, const std::optional<Tensor>&, std::int64_t,
+             const std::optional<Tensor>&, const std::optional<Tensor>&);
   static const auto op = find<Signature>("minifloat::amax");
-  return op.call(x, spec, columnwise, groups.table, groups.rows_from);
+  return op.call(x, spec, columnwise, options.rng,
+                 columnwise ? options.stream_col : options.stream_row, options.groups.table,
+                 options.groups.rows_from);
 }
 
 Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::SymInt cols,

@@ -57,8 +57,9 @@ struct QuantizeOptions {
   std::optional<HistoryRows> history = {};
 };
 
-// Returns the amax of x, or of each of its rows, as `spec` scales by: fp32.
-Tensor amax(const Tensor& x, const std::string& spec, bool columnwise, const Groups& groups = {});
+// Returns the amax of x, or of each of its rows, as a cast with these options scales by: fp32.
+Tensor amax(const Tensor& x, const std::string& spec, bool columnwise,
+            const QuantizeOptions& options = {});
 
 // Quantizes x, fp32 or bf16 (rows, cols) or (batch, rows, cols), rowwise and columnwise.
 // row, col: spec texts; "": without this direction.

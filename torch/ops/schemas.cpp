@@ -24,8 +24,8 @@ TORCH_LIBRARY(minifloat, m) {
   // rows_from: the row of x of each row that is cast, int32 (rows), with groups. fp8: FP4 is
   // written as fp4_as_fp8 returns it.
   m.def(
-      "amax(Tensor x, str spec, bool columnwise=False, *, Tensor? groups=None, "
-      "Tensor? rows_from=None) -> Tensor",
+      "amax(Tensor x, str spec, bool columnwise=False, *, Tensor? rng=None, int stream=0, "
+      "Tensor? groups=None, Tensor? rows_from=None) -> Tensor",
       tags);
   m.def(
       "quantize(Tensor x, str row, str col, *, Tensor? amax_row=None, Tensor? amax_col=None, "
@@ -300,12 +300,12 @@ TORCH_LIBRARY(minifloat, m) {
   // bits: of an element, block scales included. block: rows and columns that share a block scale,
   // (0, 0) where there is none; transform: points, or 0. alignment: a cut at multiples splits no
   // block, transform or byte of codes. amax_of: "tensor", "row" or "". transposes: whether the
-  // codes of one direction, transposed, are those of the other.
+  // codes of one direction, transposed, are those of the other. draws_signs: of its transform.
   m.def(
       "spec_info(str spec) -> (str text, str elements, str rule, str scale_dtype, str amax_of, "
       "int code_bits, float bits, int[] block, int[] alignment, int group_unit, int transform, "
       "bool bf16, bool blocks, bool stochastic, bool delayed, bool fp4_by_powers_of_two, "
-      "bool transposes)");
+      "bool transposes, bool draws_signs)");
   m.def("product_info(str product) -> (str a, str b, bool fast)");
   m.def("parse_recipe(str recipe) -> str[]");
   m.def("parse_recipe_map(str map) -> str[]");

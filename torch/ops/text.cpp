@@ -49,9 +49,9 @@ const char* name_of(ScaleType type) {
 
 // The outputs of spec_info, in the order of its schema.
 using Ints = std::vector<std::int64_t>;
-using SpecInfo =
-    std::tuple<std::string, std::string, std::string, std::string, std::string, std::int64_t,
-               double, Ints, Ints, std::int64_t, std::int64_t, bool, bool, bool, bool, bool, bool>;
+using SpecInfo = std::tuple<std::string, std::string, std::string, std::string, std::string,
+                            std::int64_t, double, Ints, Ints, std::int64_t, std::int64_t, bool,
+                            bool, bool, bool, bool, bool, bool>;
 SpecInfo spec_info(const std::string& text) {
   const Spec& spec = bridge::parse_spec(text);
   const char* amax_of = spec.has_tensor_amax() ? "tensor" : spec.has_row_amax() ? "row" : "";
@@ -77,7 +77,8 @@ SpecInfo spec_info(const std::string& text) {
           spec.stochastic,
           spec.delayed,
           spec.is_fp4_by_powers_of_two(),
-          spec.block_rows == spec.block_cols && !spec.has_row_amax() && spec.transform == 0};
+          spec.block_rows == spec.block_cols && !spec.has_row_amax() && spec.transform == 0,
+          spec.is_eden()};
 }
 
 // Returns the canonical specs of both operands, and whether the product accumulates fast.

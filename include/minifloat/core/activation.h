@@ -16,15 +16,6 @@ namespace minifloat {
 
 enum class Activation : std::uint8_t { kSilu, kGelu, kGeluTanh };
 
-// a * b + c, rounded once.
-MINIFLOAT_HD float multiply_add(float a, float b, float c) {
-#if defined(__CUDA_ARCH__)
-  return __fmaf_rn(a, b, c);
-#else
-  return __builtin_fmaf(a, b, c);
-#endif
-}
-
 // Returns 1 / x for 1 <= x < 2^126.
 struct Reciprocal {
   MINIFLOAT_HD float operator()(float x) const { return 1.0f / x; }

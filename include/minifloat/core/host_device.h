@@ -1,4 +1,5 @@
-// The macros of core/ that depend on the compiler, and a constexpr cast of bits. nvcc compiles each
+// The macros of core/ that depend on the compiler, a constexpr cast of bits, and the fused
+// multiply-add. nvcc compiles each
 // function for host and device, a C++ compiler for the host alone. Functions are always inlined, so
 // that a loop compiled for a wider vector unit contains their bodies.
 #pragma once
@@ -22,6 +23,15 @@ template <class To, class From>
 MINIFLOAT_HD constexpr To bit_cast(From from) {
   static_assert(sizeof(To) == sizeof(From));
   return __builtin_bit_cast(To, from);
+}
+
+// a * b + c, rounded once.
+MINIFLOAT_HD float multiply_add(float a, float b, float c) {
+#if defined(__CUDA_ARCH__)
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
+#endif
 }
 
 }  // namespace minifloat

@@ -1,5 +1,6 @@
 // The map from an amax to scales under each scale rule: the factors of a tensor or a row, and a
 // block's scale. The equations are core/scaling.h's. Only this file chooses between them by rule.
+// core/eden.h corrects the block scales of ScaleRounding::kEden.
 //
 //     amax of the tensor   --scale_of_tensor-->  TensorScale      kTensor, kNvfp4
 //     amax of a row        --fp32_factors----->  ScaleFactors     kRow
@@ -30,7 +31,8 @@ enum class ScaleRounding : std::uint8_t {
   kFloor,
   kUp,
   kPowerOfTwo,
-  kFourOverSix
+  kFourOverSix,
+  kEden
 };
 
 // ---- Questions about a rule ---------------------------------------------------------------------
@@ -52,13 +54,18 @@ MINIFLOAT_HD constexpr bool has_zero_codes(ScaleRule rule, std::uint32_t scale_c
 MINIFLOAT_HD constexpr Nvfp4Rounding nvfp4_rounding(ScaleRounding rounding) {
   if (rounding == ScaleRounding::kUp) return Nvfp4Rounding::kUp;
   if (rounding == ScaleRounding::kFourOverSix) return Nvfp4Rounding::kFourOverSix;
+  if (rounding == ScaleRounding::kEden) return Nvfp4Rounding::kEden;
   return rounding == ScaleRounding::kPowerOfTwo ? Nvfp4Rounding::kPowerOfTwo
                                                 : Nvfp4Rounding::kNearest;
 }
-// Returns whether the rule reads a block's values: a block has two scales, and the second is taken
-// where the codes under it are nearer to the values.
-MINIFLOAT_HD constexpr bool reads_values(ScaleRounding rounding) {
+// Returns whether a block has two scales, the second of which is taken where the codes under it are
+// nearer to the values.
+MINIFLOAT_HD constexpr bool has_two_scales(ScaleRounding rounding) {
   return rounding == ScaleRounding::kFourOverSix;
+}
+// Returns whether the rule reads values: to choose between two scales, or to correct the scale.
+MINIFLOAT_HD constexpr bool reads_values(ScaleRounding rounding) {
+  return has_two_scales(rounding) || rounding == ScaleRounding::kEden;
 }
 // The sign bit of a block's amax, set where the second of its two scales is taken. In the
 // amaxes of partial casts choose_scales sets the bit where the first one is taken instead
@@ -150,7 +157,7 @@ MINIFLOAT_HD constexpr typename Equations::Block scale_of_block(
   return Equations::template mx<F>(rounding, amax);
 }
 
-// ---- Rules that read values ---------------------------------------------------------------------
+// ---- Two scales ---------------------------------------------------------------------------------
 // The choice between two scales: the one under which the squared errors of the block's elements, to
 // nearest, have the smaller sum; the first where the sums are equal or one is NaN. A sum is taken
 // in this order, without a fused multiplication:
@@ -196,6 +203,7 @@ MINIFLOAT_HD constexpr void with_block_rule(ScaleRule rule, ScaleRounding roundi
           case kUp: return body.template run<ScaleRule::kNvfp4, kUp>();
           case kPowerOfTwo: return body.template run<ScaleRule::kNvfp4, kPowerOfTwo>();
           case kFourOverSix: return body.template run<ScaleRule::kNvfp4, kFourOverSix>();
+          case kEden: return body.template run<ScaleRule::kNvfp4, kEden>();
           case kDefault:
           case kExact:
           case kFloor: return body.template run<ScaleRule::kNvfp4, kDefault>();

@@ -135,24 +135,30 @@ enum class Nvfp4Rounding {
   kUp,       // up: no element saturates
   kPowerOfTwo,   // up to a power of two; the tensor scale makes the largest one 256
   kFourOverSix,  // nearest even of one of two scales (below); the largest becomes 256 or 384
+  kEden,         // nearest even, before the correction of core/eden.h; the largest becomes 256
 };
+// The magnitude that a block's amax is encoded as under kEden: 6 / (17/16 * 0.93), which leaves the
+// least error where larger ones saturate (arXiv 2601.22813).
+inline constexpr float kEdenLargest = static_cast<float>(E2M1::kMax / (17.0 / 16.0 * 0.93));
 
 // Tensor level: S = min(6 * 448 / amax, FLT_MAX) multiplies block scales, and 1 / S is the tensor's
-// scale. Under kPowerOfTwo and kFourOverSix 256 replaces 448.
+// scale. Under kPowerOfTwo, kFourOverSix and kEden 256 replaces 448; under kEden kEdenLargest
+// replaces 6.
 //   zero amax: both 1.   Inf or NaN: both NaN.   tiny amax: S = FLT_MAX.
 struct Nvfp4Tensor {
   float encode;        // S
   float scale;         // fl32(1 / S)
-  float block_encode;  // fl32(S * fl32(1/6)): amax of a block -> its scale before rounding
+  float block_encode;  // fl32(S * fl32(1 / 6)): amax of a block -> its scale before rounding
 };
 MINIFLOAT_HD constexpr Nvfp4Tensor nvfp4_tensor(std::uint32_t amax, Nvfp4Rounding rounding) {
   const bool fills_range = rounding == Nvfp4Rounding::kNearest || rounding == Nvfp4Rounding::kUp;
   const float top = fills_range ? E4M3::kMax : E4M3::kMaxPowerOfTwo;
-  float s = at_most_float_max(E2M1::kMax * top / bit_cast<float>(amax | (amax == 0u ? 1u : 0u)));
+  const float largest = rounding == Nvfp4Rounding::kEden ? kEdenLargest : E2M1::kMax;
+  float s = at_most_float_max(largest * top / bit_cast<float>(amax | (amax == 0u ? 1u : 0u)));
   s = amax == 0 ? 1.0f : s;
   s = is_finite(amax) ? s : nan_value();
   const float scale = 1.0f / s;
-  return {s, is_finite(amax) ? scale : nan_value(), s * (1.0f / E2M1::kMax)};
+  return {s, is_finite(amax) ? scale : nan_value(), s * (1.0f / largest)};
 }
 
 // Block level: the E4M3 code of min(amax * block_encode, FLT_MAX).
@@ -162,7 +168,7 @@ MINIFLOAT_HD constexpr std::uint32_t nvfp4_block_scale(std::uint32_t amax, float
                                                        Nvfp4Rounding rounding) {
   const float v = at_most_float_max(bit_cast<float>(amax) * block_encode);
   std::uint32_t code = 0;
-  if (rounding == Nvfp4Rounding::kNearest) {
+  if (rounding == Nvfp4Rounding::kNearest || rounding == Nvfp4Rounding::kEden) {
     code = encode<E4M3>(v);
   } else if (rounding == Nvfp4Rounding::kUp) {
     code = encode<E4M3, AwayFromZero>(v);

@@ -166,8 +166,10 @@ def quantize(
         amax: float32, the active amax: () or (batch) of tensor and NVFP4 scaling, (…, rows), as
             read, of row scaling; None: the current amax of x. With groups, shaped as
             Quantized.amax.
-        seed: key of the random bits of `+sr`, 64 bits with sign.
-        stream: name of the use of the random bits, 64 bits with sign.
+        seed: key of the random bits of `+sr` and `+eden`, 64 bits with sign.
+        stream: name of the use of the random bits, 64 bits with sign. Under `+eden` streams that
+            differ in the lowest bit alone have the same signs of the transform: the two operands of
+            a product take such a pair.
         origin: (row, col) of x within the matrix that x is a shard of. The codes are those that the
             whole matrix has there. Under `+sr` random bits repeat in matrices of
             more than 2^32 rows or 2^36 columns as read.
@@ -188,7 +190,7 @@ def quantize(
 
     Source: docs/numerics.md, sections 1 to 7 and 10. MX: OCP Microscaling Formats (MX)
     Specification v1.0. NVFP4: Transformer Engine's order of operations. `+4over6`: arXiv
-    2512.02010.
+    2512.02010. `+eden`: arXiv 2601.22813.
     """
     require_tensor("quantize: x", x)
     parsed, side = Spec.parse(spec), "col" if columnwise else "row"
@@ -279,13 +281,22 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     )
 
 
-def amax(x: Tensor, spec: str, *, columnwise: bool = False, groups: Tensor | None = None) -> Tensor:
+def amax(
+    x: Tensor,
+    spec: str,
+    *,
+    columnwise: bool = False,
+    seed: int = 0,
+    stream: int = 0,
+    groups: Tensor | None = None,
+) -> Tensor:
     """Computes the current amax of x, max |x| after the transform, as a spec needs it.
 
     Args:
         x: (rows, cols) or (batch, rows, cols), float32 or bfloat16.
         spec: an operand spec with tensor, row or NVFP4 scaling.
         columnwise: whether the operand as read is the transpose.
+        seed, stream: those of the cast, as mf.quantize takes them, for `+eden`.
         groups: the table that mf.group_table(offs, rows) returned, for x (rows, cols).
 
     Returns:
@@ -298,7 +309,17 @@ def amax(x: Tensor, spec: str, *, columnwise: bool = False, groups: Tensor | Non
         ValueError: `spec` is no spec, or only its blocks have an amax; `groups` is no table for x,
             or the spec has 2D blocks, which the end of a group would cut.
     """
-    return ops.amax(x, require_text("amax: spec", spec), columnwise, groups=groups)
+    require_tensor("amax: x", x)
+    parsed = Spec.parse(require_text("amax: spec", spec))
+    key = [require_int("amax: seed", seed), 0]
+    return ops.amax(
+        x,
+        parsed.text,
+        columnwise,
+        rng=torch.tensor(key, device=x.device) if parsed.draws_signs else None,
+        stream=stream,
+        groups=groups,
+    )
 
 
 def _operand(name: str, x: Quantized | Tensor) -> tuple[list[Tensor], str, int]:

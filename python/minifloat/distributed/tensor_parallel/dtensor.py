@@ -94,12 +94,13 @@ def rules_of_rows(
     inputs; is_sharded: whether an op on a shard has the bytes of the whole. The table of groups
     counts the rows of the whole matrix, so groups are never sharded.
     """
-    placements = getattr(options.get("groups"), "placements", ())
-    if any(at != REPLICATED for at in placements):
-        raise ValueError(f"{op}: expected groups as Replicate(), got {placements}")
-    none, groups = [None] * others, [REPLICATED] if placements else []
-    whole = [REPLICATED] * len(outputs), [*[REPLICATED] * len(inputs), *none, *groups]
-    return [whole, (outputs, [*inputs, *none])] if is_sharded and not groups else [whole]
+    named = {name: t.placements for name, t in options.items() if hasattr(t, "placements")}
+    for name, placements in named.items():
+        if any(at != REPLICATED for at in placements):
+            raise ValueError(f"{op}: expected {name} as Replicate(), got {placements}")
+    none, rest = [None] * others, [REPLICATED] * len(named)
+    whole = [REPLICATED] * len(outputs), [*[REPLICATED] * len(inputs), *none, *rest]
+    return [whole, (outputs, [*inputs, *none])] if is_sharded and not rest else [whole]
 
 
 @sharding_rule(ops.amax.default)

@@ -62,6 +62,8 @@ def why_values(name: str, calls: Sequence[ProductCall]) -> str | None:
         return "w1 and w3 have two recipes"
     if len(calls) > 1 and (spec.is_stochastic or spec.is_delayed):
         return "w1 and w3 each quantize it, with random bits or a scale of their own"
+    if spec.draws_signs:
+        return "the signs of its transform are those of one product"
     return None
 
 
