@@ -336,11 +336,15 @@ def check_report(rank: int) -> None:
     stochastic = "fprop=nvfp4+sr*nvfp4 dgrad=nvfp4*nvfp4 wgrad=nvfp4*nvfp4"
     apart = "x as values (w1 and w3 each quantize it, with random bits or a scale of their own)"
     bf16 = "g as values (the recipe has bf16 there)"
+    eden = "nvfp4+eden*nvfp4+eden"
+    signs = "as values (the signs of its transform are those of one product)"
     for recipe, fused, text in (
         ("fp8_rowwise", True, "sends x as e4m3/row and g as e4m3/row"),
         (high, True, f"sends x as mxfp8 and {bf16}"),
         (stochastic, True, "sends x as nvfp4+sr and g as nvfp4"),
         (stochastic, False, f"sends {apart} and g as nvfp4"),
+        (f"fprop={eden} dgrad=nvfp4*nvfp4 wgrad={eden}", True, f"sends x {signs} and g as nvfp4"),
+        (f"fprop=nvfp4*nvfp4 dgrad={eden} wgrad={eden}", True, f"sends x as nvfp4 and g {signs}"),
     ):
         moe = mf.expert_parallel(built("bf16", fused_w13=fused), dist.group.WORLD, dispatch="codes")
         report = mf.quantize_(moe, recipe, data_parallel_rank=rank, verbose=False)

@@ -23,12 +23,13 @@ from tests.support.expert_world import (
     passes,
     require_same_results,
 )
+from tests.support.specs import EDEN_RECIPE
 from tests.support.worlds import run_world
 
 EACH = "nvfp4+sr*nvfp4+sr"
 STOCHASTIC = f"fprop={EACH} dgrad={EACH} wgrad={EACH}"
 RECIPES = ["bf16", "fp8_rowwise", "fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4", "mxfp4"]
-RECIPES += ["fp8_blockwise", "nvfp4_mxfp8", STOCHASTIC]
+RECIPES += ["fp8_blockwise", "nvfp4_mxfp8", STOCHASTIC, EDEN_RECIPE]
 FEW = ["bf16", "fp8_delayed", "nvfp4", STOCHASTIC]
 LAYERS = [
     {"fused_w13": True, "bias": True},

@@ -8,10 +8,13 @@ from minifloat.recipe import operand_names
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.exact_sums import require_same_sums
+from tests.support.specs import EDEN_RECIPE, stream_of
 
 RECIPES = [
     *mf.presets(),
     "fprop=nvfp4+up*nvfp4/16x16+up dgrad=bf16*bf16 wgrad=mxfp8*e4m3/row+exact",
+    EDEN_RECIPE,
+    "fprop=nvfp4+eden*nvfp4+eden dgrad=mxfp8*mxfp8 wgrad=mxfp8*mxfp8",
 ]
 RNG = torch.tensor([17, 3, 12345])
 M, K, N = 45, 70, 37  # no multiple of any block
@@ -39,9 +42,10 @@ def operand(x: torch.Tensor, spec: str, columnwise: bool, stream: str) -> torch.
         return (x.t() if columnwise else x).double()
     given = torch.tensor(3.0) if "delayed" in spec else None
     amax = {"amax_col" if columnwise else "amax_row": given}
-    streams = {"stream_col" if columnwise else "stream_row": ops.stream(stream)}
+    streams = {"stream_col" if columnwise else "stream_row": stream_of(spec, stream)}
     row, col = ("", spec) if columnwise else (spec, "")
-    out = ops.quantize(x, row, col, rng=RNG if "sr" in spec else None, **amax, **streams)
+    rng = RNG if "sr" in spec or "eden" in spec else None
+    out = ops.quantize(x, row, col, rng=rng, **amax, **streams)
     codes, scale, amax = out[4:7] if columnwise else out[:3]
     cols = x.shape[0] if columnwise else x.shape[1]
     return ops.dequantize(codes, scale, amax, spec, cols).double()

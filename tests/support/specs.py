@@ -1,5 +1,7 @@
 """The specs that tests of one operand run over: every format, scale rule and block."""
 
+from minifloat._native import ops
+
 # Every element format and block, with every rounding of its scale. Tests add `+sr` and transforms.
 BASES = [
     "e4m3/tensor",
@@ -29,7 +31,17 @@ BASES = [
 # bits and takes no further flags.
 SPECS = [*BASES, "e4m3/tensor+delayed", "nvfp4+eden"]
 
+EDEN_RECIPE = "fprop=nvfp4*nvfp4/16x16 dgrad=nvfp4+eden*nvfp4+eden wgrad=nvfp4+eden*nvfp4+eden"
+
 
 def flagged(spec: str, flags: str) -> str:
     """Returns the spec with `+sr` and a transform; without them where it has its own."""
     return spec if "+eden" in spec else spec + flags
+
+
+def stream_of(spec: str, operand: str) -> int:
+    """Returns the random stream of an operand, such as "w/dgrad", within its module."""
+    if "+eden" not in spec:
+        return ops.stream(operand)
+    is_second = operand in ("w/fprop", "w/dgrad", "x/wgrad")
+    return ops.stream(operand.split("/")[1]) & ~1 | is_second

@@ -6,14 +6,16 @@ from minifloat._native import ops
 from minifloat.spec import Spec
 from minifloat.tensor.quantized import read_direction
 
+from tests.support.specs import stream_of
+
 # Operands by their row of an amax history; a name is that of the operand's random stream.
 PLACES = ("x/fprop", "w/fprop", "g/dgrad", "w/dgrad", "g/wgrad", "x/wgrad")
 BATCH, TOKENS = 2, 128  # 32 tokens a rank in each of a batch, over 4 ranks
 
 
 def sizes(recipe):
-    """Returns (N, K): 128 a rank for 128-blocks, else 32."""
-    unit = 128 if "blockwise" in recipe else 32
+    """Returns (N, K): 128 a rank for 128-blocks and transforms of 128 points, else 32."""
+    unit = 128 if "blockwise" in recipe or "eden" in recipe else 32
     return 4 * unit, 8 * unit
 
 
@@ -67,7 +69,7 @@ class Case:
         if spec == "bf16":
             return x.t() if columnwise else x
         amax = self.history[place, 0] if Spec.parse(spec).is_delayed else None
-        stream = ops.stream(name)
+        stream = stream_of(spec, name)
         specs = ("", spec) if columnwise else (spec, "")
         out = ops.quantize(
             x, *specs, amax_row=None if columnwise else amax, amax_col=amax if columnwise else None,

@@ -74,9 +74,12 @@ def check_whole_rules(mesh, x):
         ("mxfp8", {"origin": [16, 32]}, {"origin": [16, 32]}),
         ("mxfp8", {"decoded_row": True}, {"decoded_row": True}),
         ("mxfp4", {"fp8_row": True}, {"fp8_row": True}),
+        ("nvfp4+eden", {"rng": rng}, {"rng": d_rng}),
     ):
         for a, b in zip(ops.quantize(d, spec, "", **sharded), ops.quantize(x, spec, "", **whole)):
             assert same_bytes(a.full_tensor(), b), (spec, sharded)
+    drawn = ops.amax(d, "nvfp4+eden", rng=d_rng, stream=3)
+    assert same_bytes(drawn.full_tensor(), ops.amax(x, "nvfp4+eden", rng=rng, stream=3))
     misplaced = distribute_tensor(ops.amax(x, "e4m3/row", True), mesh, [Shard(0)])
     with pytest.raises(RuntimeError, match="expected amaxes and rng as Replicate"):
         ops.quantize(d, "e4m3/row", "e4m3/row", amax_col=misplaced)

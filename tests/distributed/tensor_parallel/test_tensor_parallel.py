@@ -14,6 +14,7 @@ from tests.support.parallel_layers import (
     check_operands,
     run_layer,
 )
+from tests.support.specs import EDEN_RECIPE
 from tests.support.whole_layers import Case
 from tests.support.worlds import run_world
 
@@ -21,6 +22,7 @@ RECIPES = [
     "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_rowwise_gw_hp", "fp8_blockwise", "mxfp8",
     "mxfp8_2d", "mxfp4", "nvfp4", "nvfp4_pow2", "mxfp8_nvfp4", "nvfp4_mxfp8", "bf16",
     "fprop=nvfp4+sr+rht*nvfp4+rht dgrad=e4m3/row+sr*mxfp8+sr wgrad=e4m3/row+exact*mxfp4",
+    EDEN_RECIPE,
 ]  # fmt: skip
 
 
@@ -71,6 +73,7 @@ def test_layer_in_bf16_and_not_finite():
         ("mxfp8", True, 0, 32),
         ("nvfp4/16x16", False, 0, 16),
         ("nvfp4+rht64", True, 0, 64),
+        ("nvfp4+eden", True, 0, 128),
     ],
 )
 def test_shards_split_no_block_transform_or_draw(spec, columnwise, dim, multiple):
