@@ -68,14 +68,15 @@ def cast(
     """Returns a case of quantize, with the tensor's amax passed where the spec has one."""
     sides = {"row": row, "col": col}
     given = [side for side, spec in sides.items() if spec and needs_tensor_amax(spec)]
-    stochastic = "+sr" in row or "+sr" in col
+    stochastic = any(spec and Spec.parse(spec).is_stochastic for spec in (row, col))
     flags = {f"decoded_{side}": decoded and bool(spec) for side, spec in sides.items()}
 
     def prepare(x: Tensor) -> Inputs:
         x = x.to(dtype)
         rng = [torch.tensor(RNG, device=x.device)] if stochastic else []
-        amaxes = [ops.amax(x, sides[side], side == "col") for side in given]
-        if row == col and "rht" not in row:  # one tensor's amax
+        state = rng[0] if rng else None
+        amaxes = [ops.amax(x, sides[side], side == "col", rng=state) for side in given]
+        if row == col and Spec.parse(row).transform == 0:  # one tensor's amax
             amaxes = amaxes[:1] * len(given)
         return (x, *amaxes, *rng)
 
@@ -132,7 +133,15 @@ def operands_as_fp8() -> list[Case]:
 
 def amax(spec: str, columnwise: bool, bar: float) -> Case:
     side = "columnwise" if columnwise else "rowwise"
-    return Case(f"amax {spec}: {side}", lambda x: ops.amax(x, spec, columnwise), bar=bar)
+    drawn = Spec.parse(spec).draws_signs
+
+    def prepare(x: Tensor) -> Inputs:
+        return (x, torch.tensor(RNG, device=x.device)) if drawn else (x,)
+
+    def run(x: Tensor, *rng: Tensor) -> Tensor:
+        return ops.amax(x, spec, columnwise, rng=rng[0] if rng else None)
+
+    return Case(f"amax {spec}: {side}", run, prepare, bar)
 
 
 def hadamard(points: int, columnwise: bool, bar: float) -> Case:
@@ -163,6 +172,7 @@ def all_cases() -> list[Case]:
     table = [amax("e4m3/tensor", False, 0.95)]
     table += [amax("e4m3/row", side, 0.95) for side in (False, True)]
     table += [amax("nvfp4+rht", side, 0.90) for side in (False, True)]
+    table += [amax("nvfp4+eden", side, 0.80) for side in (False, True)]
     table += each_way("e4m3/tensor", 0.95, 0.90) + each_way("e5m2/tensor", 0.95, 0.90)
     table += [cast("e4m3/row", "", 0.92), cast("e4m3/row", "e4m3/row", 0.88, reads=2)]
     table += each_way("e4m3/1x128", None, 0.88) + each_way("e4m3/128x128", None, 0.90)
@@ -170,6 +180,7 @@ def all_cases() -> list[Case]:
         table += each_way(spec, 0.95, 0.88)
     table += [cast("nvfp4", "", 0.95), cast("nvfp4+sr", "", 0.90)]
     table += [cast("nvfp4+4over6", "", 0.60)]
+    table += each_way("nvfp4+eden", 0.60, None)
     table += [cast("nvfp4/16x16", "nvfp4/16x16", 0.88)]
     table += [cast("nvfp4/16x16+4over6", "nvfp4/16x16+4over6", 0.60)]
     table += [hadamard(n, s, 0.92 if n == 16 else 0.85) for n in (16, 32, 64, 128) for s in (0, 1)]

@@ -21,7 +21,7 @@ void amax_of_rows_and_columns(const TensorRef& x, float* of_rows, float* of_colu
                               const Execution& execution);
 // Writes the amax of a bf16 matrix without groups, and that of its columns as `columns` transforms
 // them, from one read.   of_values, of_columns: (1)
-void amax_of_values_and_columns(const TensorRef& x, const Spec& columns, float* of_values,
+void amax_of_values_and_columns(const TensorRef& x, const AmaxOf& columns, float* of_values,
                                 float* of_columns, const Execution& execution);
 void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
               const Execution& execution);

@@ -15,11 +15,12 @@ from minifloat._native import ops
 from torch import Tensor
 
 from tests.support.same_bits import require_same
-from tests.support.specs import BASES
+from tests.support.specs import BASES, EDEN_RECIPE
 
 ROUNDINGS = ["", "+sr"]
 TRANSFORMS = ["", "+rht", "+rht32", "+rht64", "+rht128"]
 SPECS = [base + r + t for base in BASES for r in ROUNDINGS for t in TRANSFORMS]
+SPECS += ["nvfp4+eden"]  # takes no more flags
 DTYPES = [torch.bfloat16, torch.float32]
 DIRECTIONS = [(True, False), (False, True), (True, True)]  # rowwise, columnwise, both
 
@@ -140,7 +141,7 @@ def describe(x: Tensor) -> str:
 
 
 def is_stochastic(spec: str) -> bool:
-    return "sr" in spec.split("+")
+    return not {"sr", "eden"}.isdisjoint(spec.split("+"))
 
 
 def random_operand(spec: str, shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -198,11 +199,11 @@ def each_direction(spec: str) -> Iterator[tuple[str, str]]:
 
 
 def recipe_pairs() -> list[tuple[str, str]]:
-    """Lists the specs of the two directions of x, W and g in every preset recipe."""
+    """Lists the specs of the two directions of x, W and g in every preset, and under MS-EDEN."""
     import minifloat as mf
 
     pairs: dict[tuple[str, str], None] = {}
-    for name in mf.presets():
+    for name in (*mf.presets(), EDEN_RECIPE):
         p = mf.Recipe(name)
         for row, col in ((p.fprop.a, p.wgrad.b), (p.fprop.b, p.dgrad.b), (p.dgrad.a, p.wgrad.a)):
             pair = ("" if row == "bf16" else row, "" if col == "bf16" else col)

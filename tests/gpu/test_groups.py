@@ -94,6 +94,8 @@ def unit_of(spec: str, at_least: int = 0) -> int:
     """Returns the unit of the columnwise operand."""
     block = 128 if "1x128" in spec else 32 if "mx" in spec or "nvfp4" in spec else 16
     points = int(spec.split("+rht")[1].split("+")[0] or 16) if "+rht" in spec else 0
+    if "+eden" in spec:
+        points = 128
     return max(block, points, at_least)
 
 

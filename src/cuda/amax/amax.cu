@@ -249,10 +249,10 @@ template <class T>
 void launch_amax(const AmaxRequest& r) {
   const Source x = source_of(r.x);
   constexpr std::int64_t kWarps = kThreads / 32;
-  if (r.spec.transform > 0) return launch_transformed(r);
-  if (r.spec.has_row_amax() && r.columnwise)
+  if (r.of.spec.transform > 0) return launch_transformed(r);
+  if (r.of.spec.has_row_amax() && r.of.columnwise)
     return launch_panels<T>(r.x, {r.out, nullptr, nullptr}, r.stream);
-  if (!r.spec.has_row_amax() && (r.x.groups || (x.aligned && x.cols % kPanelColumns<T> == 0)))
+  if (!r.of.spec.has_row_amax() && (r.x.groups || (x.aligned && x.cols % kPanelColumns<T> == 0)))
     return launch_panels<T>(r.x, {nullptr, nullptr, r.out}, r.stream);
   if (r.x.groups) {
     const auto kernel = amax_of_group_rows<T>;
@@ -260,10 +260,10 @@ void launch_amax(const AmaxRequest& r) {
     kernel<<<grid, kThreads, 0, r.stream>>>(x, last_end_of(r.x.groups), r.out);
     return check_launch("amax");
   }
-  const Source lines = r.spec.has_row_amax() ? x : lines_of<T>(x);
+  const Source lines = r.of.spec.has_row_amax() ? x : lines_of<T>(x);
   const Divisor blocks_of_matrix(ceil_div(lines.rows, kWarps));
   const unsigned grid = grid_of(r.x.batch * blocks_of_matrix.d, "amax");
-  const auto kernel = r.spec.has_row_amax() ? amax_of_rows<T, true> : amax_of_rows<T, false>;
+  const auto kernel = r.of.spec.has_row_amax() ? amax_of_rows<T, true> : amax_of_rows<T, false>;
   kernel<<<grid, kThreads, 0, r.stream>>>(lines, blocks_of_matrix, r.out);
   check_launch("amax");
 }
@@ -285,8 +285,9 @@ void clear(float* out, std::int64_t count, const std::int32_t* last_end, cudaStr
 
 }  // namespace
 
-void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
-          const Execution& execution) {
+void amax(const TensorRef& x, const AmaxOf& of, float* out, const Execution& execution) {
+  const Spec& spec = of.spec;
+  const bool columnwise = of.columnwise;
   const bool is_of_rows = spec.has_row_amax() && !columnwise;
   const std::int64_t parts = x.groups && !is_of_rows ? x.groups.count : x.batch;
   const std::int64_t count = parts * (spec.has_row_amax() ? (columnwise ? x.cols : x.rows) : 1);
@@ -296,7 +297,7 @@ void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
   if (!by_rows || x.cols == 0)
     clear(out, count, is_of_rows ? last_end_of(x.groups) : nullptr, stream);
   if (x.rows * x.cols == 0) return;
-  const AmaxRequest request = {x, spec, columnwise, reinterpret_cast<std::uint32_t*>(out), stream};
+  const AmaxRequest request = {x, of, reinterpret_cast<std::uint32_t*>(out), stream};
   x.dtype == DType::kFloat32 ? launch_amax<float>(request) : launch_amax<Bf16>(request);
 }
 
@@ -313,7 +314,7 @@ void amax_of_rows_and_columns(const TensorRef& x, float* of_rows, float* of_colu
                              : launch_panels<Bf16>(x, out, stream);
 }
 
-void amax_of_values_and_columns(const TensorRef& x, const Spec& columns, float* of_values,
+void amax_of_values_and_columns(const TensorRef& x, const AmaxOf& columns, float* of_values,
                                 float* of_columns, const Execution& execution) {
   const cudaStream_t stream = cuda_stream(execution);
   clear(of_values, 1, nullptr, stream);
@@ -330,8 +331,7 @@ void amaxes_of_rows(const TensorRef& x, const AmaxesOfRows& of, const Execution&
   const cudaStream_t stream = cuda_stream(execution);
   if (of.transformed)
     return launch_transformed({.x = x,
-                               .spec = *of.transformed,
-                               .columnwise = true,
+                               .of = *of.transformed,
                                .out = of.of_transformed,
                                .stream = stream,
                                .rows = of.columns,

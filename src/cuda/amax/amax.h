@@ -15,8 +15,7 @@ struct StraightAmaxes {
 // One amax of x.   out: of a tensor or of rows as read, zero before
 struct AmaxRequest {
   const TensorRef& x;
-  const Spec& spec;
-  bool columnwise;
+  const AmaxOf& of;
   std::uint32_t* out;
   cudaStream_t stream;
   // Of a transformed columnwise operand of a matrix with a tensor's amax: what the same read finds.
@@ -32,7 +31,7 @@ void launch_transformed(const AmaxRequest& request);
 struct AmaxesOfRows {
   StraightAmaxes straight;
   std::uint32_t* columns;         // of the columnwise operand's rows
-  const Spec* transformed;        // the columnwise operand's spec; null: it is not transformed
+  const AmaxOf* transformed;      // the columnwise operand; null: it is not transformed
   std::uint32_t* of_transformed;  // the tensor amax of transformed columns
 };
 // Raises them, from one read.

@@ -5,6 +5,7 @@
 #include "cuda/common/groups.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/reduce.cuh"
+#include "cuda/common/signs.cuh"
 #include "cuda/common/tile.cuh"
 
 namespace minifloat::cuda {
@@ -15,6 +16,7 @@ struct TransformedArgs {
   Source x;
   DeviceGroups groups;
   int points;
+  SignSource signs;
   std::uint32_t rows;       // as read
   std::uint32_t* of_rows;   // (batch, rows as read)
   std::uint32_t* of_parts;  // (batch), or (groups); by rows, instead of those of rows
@@ -28,13 +30,33 @@ __device__ __forceinline__ void raise_row(const TransformedArgs& args, std::uint
 }
 
 // ---- By rows ------------------------------------------------------------------------------------
+// The transform's largest magnitude in a vec16.
+class AmaxOfVec {
+ public:
+  __device__ __forceinline__ explicit AmaxOfVec(const TransformedArgs& args)
+      : points_(args.points),
+        flips_(args.signs.state != nullptr),
+        mask_(flips_ ? signs_of_lane(args.signs.flips()) : 0) {}
+  template <class T>
+  __device__ __forceinline__ std::uint32_t operator()(Vec16<T> vec) const {
+    if (flips_) flip(vec, mask_);
+    return hadamard_vec(vec, points_, kHadamardSigns).amax();
+  }
+
+ private:
+  int points_;
+  bool flips_;
+  std::uint32_t mask_;
+};
+
 template <class T>
 __global__ void __launch_bounds__(kThreads, 5)
     amax_of_transformed_rows(const __grid_constant__ TransformedArgs args,
                              const __grid_constant__ RowVecs layout) {
+  const AmaxOfVec amax_of(args);
   std::uint32_t all = 0, batch = 0;
   each_vec_of_rows<T>(args.x, layout, [&](const Vec16<T>& vec, const Place& at) {
-    const std::uint32_t m = hadamard_vec(vec, args.points, kHadamardSigns).amax();
+    const std::uint32_t m = amax_of(vec);
     if (at.all >= layout.end_row) return;
     if (args.of_rows) {
       atomicMax(args.of_rows + at.all, canonical_magnitude(m));
@@ -68,9 +90,10 @@ __global__ void __launch_bounds__(kThreads, 5)
   const std::uint32_t last = min(u + kRun, vecs) - 1;
   const std::uint32_t group = find_group_of_row(args.groups, vec_place(layout, u).all);
   const bool is_mixed = find_group_of_row(args.groups, vec_place(layout, last).all) != group;
+  const AmaxOfVec amax_of(args);
   std::uint32_t all = 0;
   each_vec_of_rows<T>(args.x, layout, [&](const Vec16<T>& vec, const Place& at) {
-    const std::uint32_t m = hadamard_vec(vec, args.points, kHadamardSigns).amax();
+    const std::uint32_t m = amax_of(vec);
     if (at.all >= layout.end_row) return;
     if (args.of_rows)
       atomicMax(args.of_rows + at.all, canonical_magnitude(m));
@@ -122,7 +145,10 @@ __device__ __forceinline__ void take_amax_of_tile(const TransformedArgs& args, c
     shared.fill_rows(x, tile, 0);
   else
     shared.fill(x, tile);
+  __shared__ HadamardSigns flips;
+  if (args.signs.state && threadIdx.x == 0) flips = args.signs.flips();
   shared.wait();
+  if (args.signs.state) shared.flip_rows(flips);
   if constexpr (sizeof(T) == 2)
     if (straight)
       take_straight_amax_of_tile(shared, tile, static_cast<std::uint32_t>(x.rows), *straight);
@@ -165,8 +191,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
 // ---- Launches -----------------------------------------------------------------------------------
 template <class T>
 void launch_rows(const TransformedArgs& args, const AmaxRequest& r) {
-  each_launch_of_rows(r.x.batch, args.x, r.spec.padded_cols(args.x.cols), r.spec.transform / kVec,
-                      [&](const RowVecs& layout, unsigned grid) {
+  each_launch_of_rows(r.x.batch, args.x, r.of.spec.padded_cols(args.x.cols),
+                      r.of.spec.transform / kVec, [&](const RowVecs& layout, unsigned grid) {
                         if (args.groups) {
                           const auto kernel = amax_of_transformed_group_rows<T>;
                           kernel<<<grid, kThreads, 0, r.stream>>>(args, layout);
@@ -200,14 +226,15 @@ void launch_columns(const TransformedArgs& args, const AmaxRequest& r) {
 template <class T>
 void launch(const AmaxRequest& r) {
   const Source x = source_of(r.x);
-  const bool of_rows = r.spec.has_row_amax();
+  const bool of_rows = r.of.spec.has_row_amax();
   const TransformedArgs args = {x,
                                 device_groups(r.x.groups),
-                                r.spec.transform,
-                                static_cast<std::uint32_t>(r.columnwise ? x.cols : x.rows),
+                                r.of.spec.transform,
+                                sign_source(r.of.spec, r.of.random),
+                                static_cast<std::uint32_t>(r.of.columnwise ? x.cols : x.rows),
                                 of_rows ? r.out : r.rows,
                                 of_rows ? nullptr : r.out};
-  r.columnwise ? launch_columns<T>(args, r) : launch_rows<T>(args, r);
+  r.of.columnwise ? launch_columns<T>(args, r) : launch_rows<T>(args, r);
 }
 
 }  // namespace

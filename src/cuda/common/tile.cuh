@@ -238,6 +238,17 @@ struct SharedTile {
       copy_async_16(chunk_at(r, chunk), is_inside(r) ? from : x.data, is_inside(r) ? 16 : 0);
     }
   }
+  // Flips the sign of each element of the rows whose sign is -1, of a tile that is complete.
+  __device__ __forceinline__ void flip_rows(const HadamardSigns& signs) const {
+    constexpr unsigned kChunks = kTile / kChunk, kStep = kThreads / kChunks;
+    for (unsigned r = threadIdx.x / kChunks; r < kTile; r += kStep) {
+      if (!(signs.w[r / 32] >> r % 32 & 1u)) continue;
+      uint4* at = reinterpret_cast<uint4*>(chunk_at(r, threadIdx.x % kChunks));
+      constexpr std::uint32_t kFlip = sizeof(T) == 2 ? 0x8000'8000u : 0x8000'0000u;
+      *at = make_uint4(at->x ^ kFlip, at->y ^ kFlip, at->z ^ kFlip, at->w ^ kFlip);
+    }
+    __syncthreads();
+  }
   __device__ __forceinline__ void wait() const {
     wait_for_copies();
     __syncthreads();
@@ -266,8 +277,10 @@ struct SharedTile {
 #pragma unroll 1
       for (unsigned row = lane_row; row < kTile; row += step) body(vec_at(row, vec_col), row);
     } else if constexpr (sizeof(T) == 2) {  // a word holds two columns of x
+      // All lanes of a warp take part in each step, so that the body may exchange values.
 #pragma unroll 1
-      for (unsigned pair = lane_row; pair < kTile / 2; pair += step) {
+      for (unsigned first = 0; first < kTile / 2; first += step) {
+        const unsigned pair = first + lane_row;
         const std::uint32_t* from = word_of_vec(vec_col, pair);
         std::uint32_t both[kVec];
 #pragma unroll
@@ -296,6 +309,13 @@ struct SharedTile {
 };
 
 // ---- The transform ------------------------------------------------------------------------------
+// Computes a stride of the butterflies from 16 on: of two lanes that are `lanes` apart.
+__device__ __forceinline__ void add_lanes(float (&v)[kVec], int lanes) {
+  const float sign = threadIdx.x & lanes ? -1.0f : 1.0f;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) v[i] = fmaf(v[i], sign, __shfl_xor_sync(kAllLanes, v[i], lanes));
+}
+
 // Computes core/hadamard.h without its factor: over a vec16, and over 2, 4 or 8 neighbouring lanes
 // for more points, where the strides from 16 on pair the same element of two lanes.
 //   vec: any type with 16 elements
@@ -306,11 +326,7 @@ __device__ __forceinline__ void hadamard_sums(const Elements& vec, int points, s
   for (int i = 0; i < kVec; ++i) v[i] = vec[i];
   minifloat::hadamard_sums<kVec>(v, signs);
 #pragma unroll 1
-  for (int lanes = 1; lanes < points / kVec; lanes *= 2) {
-    const float sign = threadIdx.x & lanes ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < kVec; ++i) v[i] = fmaf(v[i], sign, __shfl_xor_sync(kAllLanes, v[i], lanes));
-  }
+  for (int lanes = 1; lanes < points / kVec; lanes *= 2) add_lanes(v, lanes);
 }
 // Returns v * factor in bf16. A NaN gives a NaN, of any bits.
 __device__ __forceinline__ Vec16<Bf16> round_vec(const float (&v)[kVec], float factor) {

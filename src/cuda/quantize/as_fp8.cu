@@ -69,7 +69,11 @@ class RowAmaxes {
     if (rowwise || !is_transformed_) to.straight.tensor = bits();
     if (of_rows_ > 0) to.straight.rows = bits() + kTensors;
     if (of_columns_ > 0) to.columns = bits() + kTensors + of_rows_;
-    if (is_transformed_) to.transformed = &columnwise->spec, to.of_transformed = bits() + 1;
+    AmaxOf of_columns;
+    if (is_transformed_) {
+      of_columns = {columnwise->spec, true, columnwise->random};
+      to.transformed = &of_columns, to.of_transformed = bits() + 1;
+    }
     amaxes_of_rows(x, to, execution);
   }
 

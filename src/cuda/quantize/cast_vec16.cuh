@@ -10,6 +10,7 @@
 
 #include "cuda/codec/block_error.cuh"
 #include "cuda/codec/decode.cuh"
+#include "cuda/codec/eden.cuh"
 #include "cuda/codec/encode.cuh"
 #include "cuda/codec/scale.cuh"
 #include "cuda/common/groups.cuh"
@@ -160,11 +161,13 @@ __device__ __forceinline__ void store_whole(const KernelOperand& plan, std::uint
 }
 
 // ---- A vec16 ------------------------------------------------------------------------------------
-// Returns the values to cast: the vec16, or its transform.   T: of the elements in memory
+// Returns the values to cast: the vec16, or its transform.   T: of the elements in memory; signs:
+// of the lane's points
 template <class T, class Elements>
-__device__ __forceinline__ Vec16<T> transform(const KernelOperand& plan, const Elements& vec) {
+__device__ __forceinline__ Vec16<T> transform(const KernelOperand& plan, const Elements& vec,
+                                              std::uint32_t signs = kHadamardSigns) {
   if (plan.points == 0) return vec;
-  const Vec16<Bf16> transformed = hadamard_vec(vec, plan.points, kHadamardSigns);
+  const Vec16<Bf16> transformed = hadamard_vec(vec, plan.points, signs);
   if constexpr (sizeof(T) == 2) {
     return transformed;
   } else {
@@ -193,6 +196,22 @@ __device__ __forceinline__ BlockScale scale_of_vec(ScaleRule rule, ScaleRounding
     return block_scale<typename C::F>(rule, rounding, matrix, amax);
 }
 
+// Returns the codes of a vec16 under +eden, and its scale in `block`. Takes part in an exchange of
+// all lanes.
+template <class T>
+__device__ __forceinline__ Codes<E2M1> encode_eden_at(const KernelOperand& plan,
+                                                      const Window& window,
+                                                      const MatrixScale& matrix, std::uint32_t amax,
+                                                      const Vec16<T>& vec, const Place& at,
+                                                      BlockScale& block) {
+  block = block_scale<E2M1>(plan.rule, plan.rounding, matrix, amax);
+  RandomBits bits = {};
+  if (at.row < window.rows)
+    bits = eden_bits_at(random_key(plan), random_row(plan, at.all),
+                        static_cast<std::uint32_t>((plan.origin_col + at.col) / kEdenPoints));
+  return encode_eden(block, vec, eden_bits_of_lane(bits));
+}
+
 // Stores the values of codes for an exact product.
 template <class F>
 __device__ __forceinline__ void store_decoded(const KernelOperand& plan, const Window& window,
@@ -202,6 +221,18 @@ __device__ __forceinline__ void store_decoded(const KernelOperand& plan, const W
                           at.col, window.cols, plan.padded % 8 == 0);
 }
 
+// Encodes a vec16 as the plan rounds.
+template <class F, class T>
+__device__ __forceinline__ Codes<F> encode_at(const KernelOperand& plan, const Vec16<T>& vec,
+                                              const BlockScale& block, const Place& at) {
+  if (!plan.stochastic) return encode_in_block<F, false>(plan, plan.rule, vec, block, {});
+  const RandomKey random = random_key(plan);  // here, so that no loop keeps it in registers
+  const RandomBits bits =
+      random_bits_at(random.key, random.stream, random_row(plan, at.all),
+                     static_cast<std::uint32_t>((plan.origin_col + at.col) / kVec));
+  return encode_in_block<F, true>(plan, plan.rule, vec, block, bits);
+}
+
 // Casts a vec16.   T: of the elements in memory; amax_2d: the amax of its 2D block, with the choice
 // of the scale; null: the block is of one row
 template <class C, class T, class Elements>
@@ -209,12 +240,19 @@ __device__ __forceinline__ void cast_vec(const KernelOperand& plan, const Window
                                          const MatrixScale& matrix, const Elements& x,
                                          const Place& at, const std::uint32_t* amax_2d = nullptr) {
   using F = typename C::F;
-  const Vec16<T> vec = transform<T>(plan, x);
+  const bool is_eden = C::kReadsValues && plan.rounding == ScaleRounding::kEden;
+  std::uint32_t signs = kHadamardSigns;
+  if (is_eden) signs = signs_of_lane(eden_signs(random_key(plan)));
+  const Vec16<T> vec = transform<T>(plan, x, signs);
   std::uint32_t amax = 0;
   if (amax_2d)
     amax = *amax_2d;
   else if (plan.scale_cols > 0)
     amax = amax_of_lanes(vec.amax(), plan.vecs_log2);
+  BlockScale block;
+  Codes<F> codes = {};
+  if constexpr (C::kReadsValues)
+    if (is_eden) codes = encode_eden_at(plan, window, matrix, amax, vec, at, block);
   if (at.row >= window.rows || at.col >= window.cols) return;
 
   if (F::kBits == 8 && plan.rule == ScaleRule::kRow) {
@@ -224,22 +262,12 @@ __device__ __forceinline__ void cast_vec(const KernelOperand& plan, const Window
   } else if (at.col == 0 && at.row == 0 && plan.amax) {
     store_whole<F>(plan, at.batch, plan.amax[at.batch]);
   }
-  BlockScale block;
-  if (C::kReadsValues && !amax_2d)
+  if (C::kReadsValues && !amax_2d && !is_eden)
     block = scale_of_vec<C>(plan.rule, plan.rounding, matrix, amax, vec);
-  else
+  else if (!is_eden)
     block = block_scale<F>(plan.rule, plan.rounding, matrix, amax);
   if (plan.scale_cols > 0) store_scale(plan, window, block, at);
-  Codes<F> codes;
-  if (plan.stochastic) {
-    const RandomKey random = random_key(plan);  // here, so that no loop keeps it in registers
-    const RandomBits bits =
-        random_bits_at(random.key, random.stream, random_row(plan, at.all),
-                       static_cast<std::uint32_t>((plan.origin_col + at.col) / kVec));
-    codes = encode_in_block<F, true>(plan, plan.rule, vec, block, bits);
-  } else {
-    codes = encode_in_block<F, false>(plan, plan.rule, vec, block, {});
-  }
+  if (!is_eden) codes = encode_at<F>(plan, vec, block, at);
   store_codes<F>(plan, window, codes, at);
   if (plan.decoded) store_decoded<F>(plan, window, codes, block.scale, at);
 }

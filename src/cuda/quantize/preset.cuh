@@ -14,6 +14,8 @@ struct PresetCast : Cast<Format, reads_values(Rounding)> {
   static constexpr bool kStochastic = Stochastically, kTransform = Transformed;
   static constexpr ScaleRule kRule = Rule;
   static constexpr ScaleRounding kRounding = Rounding;
+  static constexpr bool kIsEden = Rounding == ScaleRounding::kEden;
+  static constexpr bool kDraws = kStochastic || kIsEden;  // random bits
   static constexpr bool kBlocks = Rule != ScaleRule::kTensor && Rule != ScaleRule::kRow;
   static constexpr bool kIsBlock2d = Block2d;
   // The log2 of a block's row, in vec16s, and of its height.
@@ -35,7 +37,7 @@ struct AsFp8 : C {
 
 template <class C>
 bool is_of(const Spec& spec) {
-  return is_cast<C>(spec) && spec.stochastic == C::kStochastic &&
+  return is_cast<C>(spec) && spec.rounds_codes_stochastically() == C::kStochastic &&
          (spec.transform > 0) == C::kTransform && spec.rule == C::kRule &&
          spec.scale_rounding == C::kRounding &&
          (spec.has_blocks() && spec.block_rows > 1) == C::kIsBlock2d;
@@ -54,10 +56,11 @@ __device__ __forceinline__ bool is_wanted(const KernelOperand& plan) { return pl
 struct Whole {
   MatrixScale scale;
   std::uint32_t keys[2 * kPhiloxRounds];
-  std::uint32_t stream[2], row, group;  // of random bits
+  std::uint32_t stream[2], row, group;  // of random bits; under +eden a group is 128 columns
+  HadamardSigns signs;                  // of +eden
 };
 template <class C>
-constexpr bool kIsShared = C::kStochastic || C::kRule == ScaleRule::kNvfp4;
+constexpr bool kIsShared = C::kDraws || C::kRule == ScaleRule::kNvfp4;
 
 // Computes the values.   part: the matrix or group; is_first: its scale and amax are stored
 template <class C>
@@ -65,8 +68,9 @@ __device__ __forceinline__ void prepare(const KernelOperand& plan, Whole& whole,
                                         bool is_first) {
   if constexpr (kIsShared<C>)
     whole.scale = matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, part);
-  if constexpr (C::kStochastic) {
+  if constexpr (C::kDraws) {
     const RandomKey random = random_key(plan);
+    if constexpr (C::kIsEden) whole.signs = eden_signs(random);
     std::uint32_t k0 = static_cast<std::uint32_t>(random.key),
                   k1 = static_cast<std::uint32_t>(random.key >> 32);
     for (int i = 0; i < kPhiloxRounds; ++i) {
@@ -76,7 +80,7 @@ __device__ __forceinline__ void prepare(const KernelOperand& plan, Whole& whole,
     whole.stream[0] = static_cast<std::uint32_t>(random.stream);
     whole.stream[1] = static_cast<std::uint32_t>(random.stream >> 32);
     whole.row = static_cast<std::uint32_t>(plan.origin_row);
-    whole.group = static_cast<std::uint32_t>(plan.origin_col / kVec);
+    whole.group = static_cast<std::uint32_t>(plan.origin_col / (C::kIsEden ? kEdenPoints : kVec));
   }
   if (is_first && C::kRule != ScaleRule::kRow && plan.amax)
     store_whole<typename C::F>(plan, part, plan.amax[part]);
@@ -105,6 +109,20 @@ __device__ __forceinline__ RandomBits random_bits_at(const Whole& whole, std::ui
     c = philox_round(c, whole.keys[2 * i], whole.keys[2 * i + 1]);
   return c;
 }
+
+// The random bits of the scales of a thread's vec16s under +eden. Lane i of 8 draws those of the 8
+// lanes' vec16s i, up to 4.
+struct EdenDraws {
+  RandomBits drawn;
+  // Returns the lane's bits for its vec16 i. Takes part in an exchange of all lanes.
+  __device__ __forceinline__ Stochastic operator[](unsigned i) const {
+    RandomBits bits;
+#pragma unroll
+    for (int w = 0; w < 4; ++w)
+      bits.w[w] = __shfl_sync(kAllLanes, drawn.w[w], static_cast<int>(i), kVecColumns);
+    return eden_bits_of_lane(bits);
+  }
+};
 
 // Stores the outputs of all matrices or groups: their scales, where no block has one, and amaxes.
 template <class C>
@@ -154,7 +172,11 @@ __device__ __forceinline__ TransformedVec<float> transform_preset(const Vec16<fl
 }
 template <class C, class Elements>
 __device__ __forceinline__ Transformed16 transform_preset(const Elements& x) {
-  if constexpr (C::kTransform) {
+  if constexpr (C::kIsEden) {  // of values that have their signs
+    Transformed16 t = {transform_eden(x), 0, 1.0f};
+    t.amax = t.vec.amax();
+    return t;
+  } else if constexpr (C::kTransform) {
     // The transform's 1/4 commutes with rounding to bf16, except at the ends of the range.
     // Elsewhere the factor of the cast contains it.
     constexpr std::uint32_t kLow = bit_cast<std::uint32_t>(0x1p-90f),
@@ -203,6 +225,16 @@ __device__ __forceinline__ void store_fp8_row_scale(const KernelOperand& plan,
       bit_cast<float>(kOneSquared - bit_cast<std::uint32_t>(factor)) * scale.scale;
 }
 
+// Stores a vec16's codes, and their values where these are written.   at: its index among all
+// vec16s
+template <class F>
+__device__ __forceinline__ void store_encoded(const KernelOperand& plan, const Codes<F>& codes,
+                                              const BlockScale& block, std::uint8_t* to,
+                                              std::uint64_t at) {
+  if (plan.codes) store_vec<F>(to, 0, codes);
+  if (plan.decoded)
+    store_product_values<F>(codes, block.scale, plan.decoded + at * kVec, 0, kVec, true);
+}
 // Encodes and stores a vec16.   to: its codes; at: its index among all vec16s; row_factor: of a row
 // that is written as FP8
 template <class C, class T>
@@ -219,10 +251,7 @@ __device__ __forceinline__ void encode_and_store(const KernelOperand& plan,
         fp8_codes(fp8_code_table(block.scale * row_factor), codes.w[0], codes.w[1]);
     return;
   }
-  if (plan.codes) store_vec<typename C::F>(to, 0, codes);
-  if (plan.decoded)
-    store_product_values<typename C::F>(codes, block.scale, plan.decoded + at * kVec, 0, kVec,
-                                        true);
+  store_encoded(plan, codes, block, to, at);
 }
 
 }  // namespace minifloat::cuda

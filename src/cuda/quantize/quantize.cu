@@ -33,7 +33,7 @@ class PlannedOperand {
     plan_.rule = spec.rule;
     plan_.rounding = spec.scale_rounding;
     plan_.delayed = spec.delayed;
-    plan_.stochastic = spec.stochastic;
+    plan_.stochastic = spec.rounds_codes_stochastically();
     plan_.points = spec.transform;
     plan_.height_log2 = spec.has_blocks() ? log2_of(spec.block_rows) : 0;
     plan_.vecs_log2 = spec.has_blocks() ? log2_of(spec.block_cols / kVec) : 0;
@@ -61,7 +61,6 @@ class PlannedOperand {
   }
 
   const KernelOperand& plan() const { return plan_; }
-  const Spec& spec() const { return operand_.spec; }
   // Returns whether the current amax is needed: for the scale, or for a history.
   bool needs_current_amax() const {
     return count_ > 0 && (!operand_.given_amax ||
@@ -79,8 +78,9 @@ class PlannedOperand {
 
   void compute_amax(const TensorRef& x, const Execution& execution) {
     if (!current_amax()) scratch_.emplace(bytes_of_amaxes(), execution);
-    cuda::amax(x, operand_.spec, columnwise_, current_amax(), execution);
+    cuda::amax(x, amax_of(), current_amax(), execution);
   }
+  AmaxOf amax_of() const { return {operand_.spec, columnwise_, operand_.random}; }
   // Takes the current amax, (amaxes), complete by the time that the cast runs.
   void take_amax(const float* current) {
     plan_.amax = operand_.given_amax ? operand_.given_amax : current;
@@ -233,7 +233,7 @@ void compute_amaxes(const TensorRef& x, PlannedOperand* row, PlannedOperand* col
   if (need_row_amaxes(row, col))
     return amax_of_rows_and_columns(x, row->current_amax(), col->current_amax(), execution);
   if (share_read(x, row, col))
-    return amax_of_values_and_columns(x, col->spec(), row->current_amax(), col->current_amax(),
+    return amax_of_values_and_columns(x, col->amax_of(), row->current_amax(), col->current_amax(),
                                       execution);
   if (needs_amax(row)) row->compute_amax(x, execution);
   const bool is_shared = share_amax(row, col);
@@ -247,7 +247,8 @@ void compute_amaxes(const TensorRef& x, PlannedOperand* row, PlannedOperand* col
 
 bool fits_preset(const Spec& spec, const KernelOperand& plan) {
   return plan.aligned &&
-         (spec.transform == 0 || (spec.transform == kVec && plan.height_log2 == 0)) &&
+         (spec.transform == 0 || spec.is_eden() ||
+          (spec.transform == kVec && plan.height_log2 == 0)) &&
          reinterpret_cast<std::uintptr_t>(plan.decoded) % 16 == 0;
 }
 
