@@ -1,5 +1,5 @@
-// The cast of a vec16 under +eden (core/eden.h), by the 8 lanes that hold the 128 columns of a
-// transform, a block each: its codes, and its stored scale.
+// The cast of a vec16 under +eden (core/eden.h): its codes, its part of a correction's sums, and
+// its stored scale.
 //
 //     any         core/eden.h's add_element, element by element
 //     fast path   sums and codes of the same rounded values
@@ -12,18 +12,6 @@
 #include "cuda/common/signs.cuh"
 
 namespace minifloat::cuda {
-
-// Returns the transform of values that have their signs. Takes part in an exchange of all lanes.
-template <class Elements>
-__device__ __forceinline__ Vec16<Bf16> transform_eden(const Elements& vec) {
-  float v[kVec];
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) v[i] = vec[i];
-  butterflies<kVec>(v);
-#pragma unroll
-  for (int lanes = 1; lanes < kEdenBlocks; lanes *= 2) add_lanes(v, lanes);
-  return round_vec(v, hadamard_norm(kEdenPoints));
-}
 
 struct EdenCodes {
   Codes<E2M1> codes;
@@ -83,21 +71,35 @@ __device__ __forceinline__ std::uint32_t stored_scale(float scale, float correct
   return eden_scale(scale, correction, bits);
 }
 
+// Returns the codes of a block, and its sums.
+template <class T>
+__device__ __forceinline__ EdenCodes eden_codes(const BlockScale& block, const Vec16<T>& vec) {
+  return block.takes_fast_path ? eden_codes_by_fast_path(block, vec)
+                               : eden_codes_of_any(block, vec);
+}
+__device__ __forceinline__ EdenSums add_of_lane(const EdenSums& sums, int lanes) {
+  return add(sums, {__shfl_xor_sync(kAllLanes, sums.squares, lanes),
+                    __shfl_xor_sync(kAllLanes, sums.products, lanes)});
+}
+// Replaces a block's scale by the stored one.
+__device__ __forceinline__ void store_corrected(BlockScale& block, float correction,
+                                                Stochastic bits, Codes<E2M1>& codes) {
+  block.code = stored_scale(block.scale, correction, bits);
+  block.scale = decode_e4m3(block.code);
+  if (block.code == 0) codes = {};
+}
+
+// ---- 8 lanes of a block each --------------------------------------------------------------------
 // Returns the codes of a block, and replaces its scale by the stored one. Takes part in an exchange
 // of all lanes of the warp.   vec: the lane's block, transformed
 template <class T>
 __device__ __forceinline__ Codes<E2M1> encode_eden(BlockScale& block, const Vec16<T>& vec,
                                                    Stochastic bits) {
-  EdenCodes out =
-      block.takes_fast_path ? eden_codes_by_fast_path(block, vec) : eden_codes_of_any(block, vec);
+  EdenCodes out = eden_codes(block, vec);
   EdenSums sums = weighted(out.sums, block.scale);
 #pragma unroll
-  for (int lanes = kEdenBlocks / 2; lanes > 0; lanes /= 2)
-    sums = add(sums, {__shfl_xor_sync(kAllLanes, sums.squares, lanes),
-                      __shfl_xor_sync(kAllLanes, sums.products, lanes)});
-  block.code = stored_scale(block.scale, eden_correction(sums), bits);
-  block.scale = decode_e4m3(block.code);
-  if (block.code == 0) out.codes = {};
+  for (int lanes = kEdenBlocks / 2; lanes > 0; lanes /= 2) sums = add_of_lane(sums, lanes);
+  store_corrected(block, eden_correction(sums), bits, out.codes);
   return out.codes;
 }
 

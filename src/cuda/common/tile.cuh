@@ -300,7 +300,6 @@ struct SharedTile {
     }
   }
 
- private:
   // Returns word `word` of the first of the 16 rows that form a vec16 of the transpose.
   __device__ __forceinline__ const std::uint32_t* word_of_vec(unsigned vec_col,
                                                               unsigned word) const {

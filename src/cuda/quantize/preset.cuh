@@ -37,7 +37,7 @@ struct AsFp8 : C {
 
 template <class C>
 bool is_of(const Spec& spec) {
-  return is_cast<C>(spec) && spec.rounds_codes_stochastically() == C::kStochastic &&
+  return is_cast<C>(spec) && spec.stochastic == C::kStochastic &&
          (spec.transform > 0) == C::kTransform && spec.rule == C::kRule &&
          spec.scale_rounding == C::kRounding &&
          (spec.has_blocks() && spec.block_rows > 1) == C::kIsBlock2d;
@@ -110,20 +110,6 @@ __device__ __forceinline__ RandomBits random_bits_at(const Whole& whole, std::ui
   return c;
 }
 
-// The random bits of the scales of a thread's vec16s under +eden. Lane i of 8 draws those of the 8
-// lanes' vec16s i, up to 4.
-struct EdenDraws {
-  RandomBits drawn;
-  // Returns the lane's bits for its vec16 i. Takes part in an exchange of all lanes.
-  __device__ __forceinline__ Stochastic operator[](unsigned i) const {
-    RandomBits bits;
-#pragma unroll
-    for (int w = 0; w < 4; ++w)
-      bits.w[w] = __shfl_sync(kAllLanes, drawn.w[w], static_cast<int>(i), kVecColumns);
-    return eden_bits_of_lane(bits);
-  }
-};
-
 // Stores the outputs of all matrices or groups: their scales, where no block has one, and amaxes.
 template <class C>
 __device__ __forceinline__ void store_parts(const KernelOperand& plan, std::uint32_t parts) {
@@ -172,11 +158,7 @@ __device__ __forceinline__ TransformedVec<float> transform_preset(const Vec16<fl
 }
 template <class C, class Elements>
 __device__ __forceinline__ Transformed16 transform_preset(const Elements& x) {
-  if constexpr (C::kIsEden) {  // of values that have their signs
-    Transformed16 t = {transform_eden(x), 0, 1.0f};
-    t.amax = t.vec.amax();
-    return t;
-  } else if constexpr (C::kTransform) {
+  if constexpr (C::kTransform) {
     // The transform's 1/4 commutes with rounding to bf16, except at the ends of the range.
     // Elsewhere the factor of the cast contains it.
     constexpr std::uint32_t kLow = bit_cast<std::uint32_t>(0x1p-90f),

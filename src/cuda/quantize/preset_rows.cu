@@ -18,23 +18,12 @@ __global__ void __launch_bounds__(kThreads, 4)
     if (threadIdx.x == 0) prepare<C>(plan, whole, 0, blockIdx.x == 0);
     __syncthreads();
     const MatrixScale scale = scale_of_whole<C>(plan, whole, 0);
-    EdenDraws draws = {};
-    std::uint32_t flips = 0;
-    if constexpr (C::kIsEden) {
-      draws = eden_draws(run, whole, first);
-      flips = by_pairs(signs_of_lane(whole.signs));
-    }
 #pragma unroll 1
     for (int i = 0; i < kVecsOfRows; ++i) {
-      Vec16<Bf16> vec = next;
+      const Vec16<Bf16> vec = next;
       const std::uint32_t u = first + i * kThreads;
       if (i + 1 < kVecsOfRows) next = load_vec(run, u + kThreads);
-      Stochastic bits = {};
-      if constexpr (C::kIsEden) {
-        bits = draws[i];
-        flip_by_pairs(vec, flips);
-      }
-      cast_preset_vec<C, false>(run, plan, whole, scale, vec, u, to + i * kStep, bits);
+      cast_preset_vec<C, false>(run, plan, whole, scale, vec, u, to + i * kStep);
     }
   } else {
     Vec16<Bf16> vecs[kVecsOfRows];

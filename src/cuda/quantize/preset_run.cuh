@@ -32,32 +32,14 @@ __device__ __forceinline__ Vec16<Bf16> load_vec(const VecRun& run, std::uint32_t
   return vec;
 }
 
-// Returns the bits of the vec16s first, first + kThreads, … of a thread.
-__device__ __forceinline__ EdenDraws eden_draws(const VecRun& run, const Whole& whole,
-                                                std::uint32_t first) {
-  static_assert(kVecsOfRows <= kVecColumns);
-  const std::uint32_t u = first + threadIdx.x % kVecColumns % kVecsOfRows * kThreads;
-  const std::uint32_t row = run.vecs_of_row.divide(u);
-  return {random_bits_at(whole, row, (u - row * run.vecs_of_row.d) / kVecColumns)};
-}
-
-// Casts vec16 u.   to: its codes; eden_bits: of its scale; kHasIds: rows may have numbers of their
-// own in the random counter
+// Casts vec16 u.   to: its codes; kHasIds: rows may have numbers of their own in the random counter
 template <class C, bool kHasIds>
 __device__ __forceinline__ void cast_preset_vec(const VecRun& run, const KernelOperand& plan,
                                                 const Whole& whole, const MatrixScale& scale,
                                                 const Vec16<Bf16>& vec, std::uint32_t u,
-                                                std::uint8_t* to,
-                                                [[maybe_unused]] Stochastic eden_bits = {}) {
+                                                std::uint8_t* to) {
   const Transformed16 transformed = transform_preset<C>(vec);
   const std::uint32_t amax = C::kBlocks ? amax_of_lanes(transformed.amax, C::kVecsLog2) : 0;
-  if constexpr (C::kIsEden) {
-    BlockScale block = block_scale<E2M1>(C::kRule, C::kRounding, scale, amax);
-    const Codes<E2M1> codes = encode_eden(block, transformed.vec, eden_bits);
-    if (u >= run.count) return;  // its lane took part in the exchanges
-    store_scale_at(plan, C::kRule, block, u);
-    return store_encoded(plan, codes, block, to, u);
-  }
   if (u >= run.count) return;  // its lane took part in the exchange
   const BlockScale block = scale_of_vec<C>(C::kRule, C::kRounding, scale, amax, transformed.vec);
   if constexpr (C::kBlocks && !C::kAsFp8)

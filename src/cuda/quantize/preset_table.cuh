@@ -50,7 +50,6 @@ using Mxfp4 = Fp4<ScaleRule::kMx>;
 using Nvfp4 = Fp4<ScaleRule::kNvfp4>;
 using Nvfp4Pow2 = Fp4<ScaleRule::kNvfp4, ScaleRounding::kPowerOfTwo>;
 using Nvfp4FourOverSix = Fp4<ScaleRule::kNvfp4, ScaleRounding::kFourOverSix>;
-using Nvfp4Eden = Fp4<ScaleRule::kNvfp4, ScaleRounding::kEden>::Transformed;
 using StraightAsFp8 = AsFp8<Nvfp4Pow2::Straight>;
 using RandomAsFp8 = AsFp8<Nvfp4Pow2::Random>;
 using TransformedAsFp8 = AsFp8<Nvfp4Pow2::Transformed>;
@@ -92,7 +91,6 @@ using Table = List<
     Pair<Nvfp4Pow2::Straight, Absent, kOfMemoryRows>,
     Pair<Nvfp4Pow2::Random, Absent, kOfMemoryRows>,
     Pair<Nvfp4FourOverSix::Straight, Absent, kRowsWalk>,
-    Pair<Nvfp4Eden, Absent, kRowsWalk>,
     Pair<StraightAsFp8, Absent, kRowsWalk>,
     Pair<RandomAsFp8, Absent, kRowsWalk>,
 
@@ -104,7 +102,6 @@ using Table = List<
     Pair<Absent, Mxfp4::Transformed, kOfMemoryTiles>,
     Pair<Absent, Nvfp4::Transformed, kOfMemoryTiles>,
     Pair<Absent, Nvfp4Pow2::Transformed, kOfMemoryTiles>,
-    Pair<Absent, Nvfp4Eden, kTilesWalk>,
     Pair<Absent, Mxfp4::Straight, kSwiGluTilesWalk>,
     Pair<Absent, Mxfp4::TransformedRandom, kSwiGluTilesWalk>,
 

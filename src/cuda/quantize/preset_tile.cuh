@@ -79,15 +79,6 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
   const bool is_first_col = col % (1 << C::kVecsLog2) == 0;  // of a block
   const std::uint64_t first_scale =
       std::uint64_t{tile.line >> C::kHeightLog2} * plan.scale_cols + (col >> C::kVecsLog2);
-  // The rows that each_vec passes to a thread: two of each kRowsOfStep.
-  constexpr unsigned kRowsOfStep = 2 * kThreads / kVecColumns;
-  [[maybe_unused]] EdenDraws draws = {};
-  if constexpr (C::kIsEden) {
-    static_assert(kTransposed && !kHasEdge && sizeof(T) == 2 && 2 * kTile / kRowsOfStep == 4);
-    const unsigned i = threadIdx.x % kVecColumns % 4;
-    const std::uint32_t row = i / 2 * kRowsOfStep + threadIdx.x / kVecColumns * 2 + i % 2;
-    draws.drawn = random_bits_at(whole, tile.all + row, (tile.col - tile.first_col) / kVecColumns);
-  }
   const auto cast = [&](const auto& vec, unsigned tile_row) {
     bool is_stored = true;
     if constexpr (kHasEdge && kTransposed) is_stored = vec_col >= tile.first && vec_col < tile.vecs;
@@ -110,11 +101,7 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
       amax = magnitude_bits(active_amax);
       if (col == tile.first_col && is_stored) store_whole<F>(plan, row, active_amax);
     }
-    BlockScale block = block_scale<F>(C::kRule, C::kRounding, scale, amax);
-    [[maybe_unused]] Codes<F> encoded = {};
-    if constexpr (C::kIsEden)
-      encoded =
-          encode_eden(block, transformed.vec, draws[tile_row / kRowsOfStep * 2 + tile_row % 2]);
+    const BlockScale block = block_scale<F>(C::kRule, C::kRounding, scale, amax);
     if constexpr (C::kBlocks && !C::kAsFp8)
       if (is_first_col && is_stored && tile_row % (1 << C::kHeightLog2) == 0)
         store_scale_at(plan, C::kRule, block,
@@ -122,15 +109,13 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
     const float row_factor = fp8_row_factor<C>(plan, scale, row);
     if constexpr (C::kAsFp8)
       if (col == 0) store_fp8_row_scale(plan, scale, row, row_factor);
-    [[maybe_unused]] RandomBits bits = {};
+    RandomBits bits = {};
     if constexpr (C::kStochastic)
       bits = random_bits_at(whole, counter_row<kHasIds>(plan, whole, row), col - tile.first_col);
-    std::uint8_t* const to = codes + std::uint64_t{tile_row} * plan.code_pitch;
-    const std::uint64_t at = std::uint64_t{tile.line + tile_row} * (plan.padded / kVec) + col;
-    if constexpr (C::kIsEden)
-      store_encoded(plan, encoded, block, to, at);
-    else if (is_stored)
-      encode_and_store<C>(plan, transformed, block, bits, to, at, row_factor);
+    if (is_stored)
+      encode_and_store<C>(
+          plan, transformed, block, bits, codes + std::uint64_t{tile_row} * plan.code_pitch,
+          std::uint64_t{tile.line + tile_row} * (plan.padded / kVec) + col, row_factor);
     if constexpr (kFindsCurrentAmax<C>)
       if (plan.current_amax) largest = max(largest, transformed.vec.amax());
   };
@@ -170,13 +155,6 @@ __device__ __forceinline__ void cast_group_tile(const KernelOperand& row, const 
 inline std::int64_t most_line_tiles(const QuantizeArgs& args) {
   return ceil_div<std::int64_t>(args.col.padded, kTile) + args.groups.count;
 }
-
-// Whether the columnwise cast flips rows of the tile, which no rowwise cast reads then.
-template <class C>
-constexpr bool kIsEdenCast = false;
-template <class C>
-  requires(C::kIsEden)
-constexpr bool kIsEdenCast<C> = true;
 
 template <class C>
 constexpr bool kHasBlocks2d = false;

@@ -23,7 +23,6 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
   if constexpr (kCol)
     if (threadIdx.x == 32) prepare<Col>(col, whole[1], tile.batch, is_first);
   shared.wait();
-  if constexpr (kIsEdenCast<Col>) shared.flip_rows(whole[1].signs);
   if constexpr (kRow)
     if (is_wanted(row))
       cast_preset_tile<Row, false, false, false>(row, whole[0], shared,

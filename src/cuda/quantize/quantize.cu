@@ -262,11 +262,13 @@ bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise,
     return rowwise && columnwise && !args.groups && args.x.cols % kTile == 0 &&
            args.x.rows % kTile == 0 && launch_preset_fp32_tiles(args, execution);
   if (rowwise && !columnwise)
-    return (!args.groups && launch_preset_rows(args, execution)) ||
+    return (!args.groups &&
+            (launch_preset_eden(args, false, execution) || launch_preset_rows(args, execution))) ||
            launch_preset_group_rows(args, execution);
   if (args.x.cols % kTile != 0) return false;
   if (args.groups) return launch_preset_group_tiles(args, rowwise, execution);
   if (args.x.rows % kTile != 0) return false;
+  if (!rowwise && launch_preset_eden(args, true, execution)) return true;
   return (rowwise && launch_blocks_2d(args, execution)) ||
          launch_preset_tiles(args, rowwise, execution);
 }
