@@ -136,6 +136,8 @@ def test_errors():
     for product in (f"{EDEN}*nvfp4+rht128", f"nvfp4*{EDEN}", f"{EDEN}*bf16"):
         with pytest.raises(ValueError, match="must carry the same transform"):
             ops.product_info(product)
+    with pytest.raises(ValueError, match="weights round to nearest, got the stochastic nvfp4"):
+        mf.QuantizedTensor.from_tensor(torch.ones(128, 128), EDEN)
     with pytest.raises(ValueError, match="needs rng"):
         ops.amax(torch.ones(4, 128), EDEN)
     with pytest.raises(ValueError, match="needs rng"):

@@ -35,6 +35,8 @@ template <class T>
 __device__ __forceinline__ EdenCodes eden_codes_by_fast_path(const BlockScale& block,
                                                              const Vec16<T>& vec) {
   static_assert(kEdenUnit == 0x1p-6f);  // round_to_e2m1_grid's
+  // The bits of a code. Just above a power of two the grid has a lower one, which no code has.
+  constexpr std::uint32_t kOfCodes = ~0u << (Float32::kMantissaBits - E2M1::kMantissaBits);
   const float factor = block.encode * kEdenUnit;
   EdenCodes out = {};
 #pragma unroll
@@ -44,7 +46,8 @@ __device__ __forceinline__ EdenCodes eden_codes_by_fast_path(const BlockScale& b
     for (int i = 0; i < 8; ++i) {
       const float x = vec[8 * half + i];
       v[i] = fabsf(x) * factor;
-      add_element(out.sums, v[i], round_to_e2m1_grid(v[i]));
+      const std::uint32_t grid = bit_cast<std::uint32_t>(round_to_e2m1_grid(v[i]));
+      add_element(out.sums, v[i], bit_cast<float>(grid & kOfCodes));
 #if defined(MINIFLOAT_HAS_FP4_CONVERSIONS)
       encoded[i] = x * block.encode;
 #else
