@@ -193,6 +193,9 @@ def sample_calls():
         (gathered, [torch.zeros(30, dtype=torch.uint8)], [0, 0, 9, 8, 30, 32], 2),
         {},
     )
+    yield ops.quantize_messages, (torch.randn(2, 512), "e4m3/1x128+sr"), {"rng": RNG[:2]}
+    messages = ops.quantize_messages(torch.randn(3, 512), "mxfp4")
+    yield ops.sum_messages, (messages, "mxfp4", torch.zeros(512, dtype=torch.bfloat16)), {}
     yield ops.roll_amax_histories, ([torch.rand(6, 5), torch.rand(6, 5)],), {"margin": 1}
     yield ops.advance_random_state, (torch.tensor([5, 7]),), {}
     for recipe in ("nvfp4", "mxfp8", "bf16", "fp8_rowwise_gw_hp"):
@@ -251,6 +254,7 @@ def test_every_op_is_checked():
     text |= {"statistic_names"}
     text |= {"engine_of", "engine_info", "assume_capability"}
     text |= {"even_cuts", "fragment_layout", "check_groups", "reads_token_codes"}
+    text |= {"message_bytes"}
     names = {
         name.split("::")[1].split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()

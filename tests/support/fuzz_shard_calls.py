@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.support.fuzz_calls import Call, call
+from tests.support.fuzz_calls import FLOATS, Call, call, op_call
 from tests.support.fuzz_values import Arena, values
 
 PLANS = [
@@ -20,6 +20,7 @@ PLANS = [
     ("split", "e4m3/row", "e4m3/row"),
     ("split", "e4m3/row+rht", "e4m3/row+rht"),
 ]
+SENT = ["e4m3/1x128", "mxfp8", "mxfp8/e5m2", "mxfp4"]  # specs of messages
 WORLDS = ((1, 0), (2, 0), (2, 1))
 
 
@@ -135,3 +136,29 @@ def _fill(rng: Random, arena: Arena) -> Call:
 def batch_inputs(batch: Any, args: dict[str, Any], weight: int) -> list[torch.Tensor]:
     names = ("shards", "histories", "selection")
     return batch.cast(*(args[name] for name in names), weight, True)[weight]
+
+
+# ---- gradients in codes --------------------------------------------------------------------------
+
+
+@call("message_bytes")
+def _message_bytes(rng: Random, arena: Arena) -> Call:
+    spec = rng.choice((*SENT, "bf16", "mxfp4+sr"))
+    return op_call("message_bytes", spec=spec, cols=rng.choice((0, 1, 300, 2**40)))
+
+
+@call("quantize_messages")
+def _quantize_messages(rng: Random, arena: Arena) -> Call:
+    shape = rng.choice((0, 1, 3)), rng.choice((0, 1, 130, 512))
+    x = arena.place(values(rng, shape, rng.choice(FLOATS)))
+    args = {"x": x, "spec": rng.choice(SENT) + rng.choice(("", "+sr")), "stream": rng.randrange(9)}
+    return op_call("quantize_messages", rng=arena.place(torch.tensor([1, 2])), **args)
+
+
+@call("sum_messages")
+def _sum_messages(rng: Random, arena: Arena) -> Call:
+    spec, cols, ranks = rng.choice((*SENT, "bf16")), rng.choice((1, 130, 512)), rng.choice((1, 3))
+    size = ranks, torch.ops.minifloat.message_bytes(spec, cols)
+    messages = arena.place(torch.randint(0, 256, size, dtype=torch.uint8))
+    out = arena.place(torch.zeros(cols, dtype=rng.choice(FLOATS)))
+    return op_call("sum_messages", messages=messages, spec=spec, out=out)

@@ -116,6 +116,13 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("merge_fragments(Tensor gathered, Tensor(a!)[] wires, int[] layout, int ranks) -> ()",
         tags);
 
+  // A reduce-scatter of codes (minifloat/messages.h). x: (ranks, cols), a row a message.
+  // sum_messages writes the sum of what all ranks have sent, in their order. message_bytes: of one
+  // of `cols` values; raises for a spec that no message can have.
+  m.def("quantize_messages(Tensor x, str spec, *, Tensor? rng=None, int stream=0) -> Tensor", tags);
+  m.def("sum_messages(Tensor messages, str spec, Tensor(a!) out) -> ()", tags);
+  m.def("message_bytes(str spec, int cols) -> int");
+
   // Layers. layer_operands: the operands of x ("x") or of a weight ("w") as `linear` quantizes it,
   // for later calls of `linear`. recompute: "weight" where backward quantizes the weight again
   // instead of saving its codes. accumulate, received: where backward adds the weight's gradient,
