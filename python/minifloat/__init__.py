@@ -11,6 +11,7 @@ from ._native import ops as _ops  # loads the operators; keep it before the rest
 from ._version import __version__
 from .distributed import hooks as _hooks  # registers functions that layers call
 from .distributed.ending import destroy_process_group
+from .distributed.fsdp.gradients import quantize_gradients_
 from .distributed.fsdp.weight import precompute_float8_dynamic_scale_for_fsdp, precompute_scales
 from .distributed.zero.flat_codes import WireLayout, attach_wires, wires
 from .distributed.zero.master_weights import (
@@ -79,6 +80,7 @@ __all__ = [
     "presets",
     "quantize",
     "quantize_",
+    "quantize_gradients_",
     "quantize_master_weights",
     "quantized_model_init",
     "restore_",

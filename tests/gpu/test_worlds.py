@@ -10,6 +10,7 @@ from __future__ import annotations
 import runpy
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from minifloat.train.job.checkpoint import read_records
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from tests.distributed.fsdp import test_gradient_codes as gradients
 from tests.distributed.tensor_parallel.test_tensor_parallel_primary import check_primary_layers
 from tests.distributed.tensor_parallel.test_tensor_parallel_reuse import check_reuse
 from tests.distributed.test_faults import LOST, check_goes_on, die, lose_a_rank_in_a_checkpoint
@@ -162,6 +164,47 @@ def check_late_fills(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_busy_stream_reads_the_scales_of_its_own_gather(device, ranks):
     run_ranks(device, check_late_fills, device.type, ranks=ranks)
+
+
+# ---- Gradients in codes --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_sums_of_gradients_in_codes(device, ranks):
+    """Compares the device's sums with the CPU's casts of the same gradients."""
+    run_ranks(device, gradients.check_sums, device.type, ranks=ranks)
+
+
+@pytest.mark.parametrize("name", ["bytes", "training", "not_finite", "options"])
+def test_gradients_in_codes(device, name):
+    run_ranks(device, getattr(gradients, f"check_{name}"), device.type)
+
+
+def test_gradients_in_codes_of_two_replicas(device):
+    run_ranks(device, gradients.check_hybrid, device.type, ranks=4)
+
+
+def check_late_gradients(rank: int, kind: str) -> None:
+    """Sums on a stream of their own, behind a kernel that writes the gradients late."""
+    device, n = device_of(rank, kind), 5000
+    model = fully_shard(nn.Linear(8, 8).to(device))
+    mf.quantize_gradients_(model, "e4m3/1x128")
+    ((_, _, group),) = gradients.sharded_modules(model)
+    sums = []
+    for cycles in (0, 200_000_000):  # a tenth of a second
+        late, given, out = Late(cycles), normal(rank, RANKS * n).to(device), torch.empty(n)
+        out = out.to(device)
+        with torch.cuda.stream(torch.cuda.Stream()) if kind == "cuda" else nullcontext():
+            doubled = late(given) * 2
+            group._reduce_scatter_comm(out, doubled, dist.group.WORLD, dist.ReduceOp.SUM)
+            sums.append(out * 1)
+    if kind == "cuda":
+        torch.cuda.synchronize()
+    require_same(sums[1], sums[0], "sums behind a busy stream")
+
+
+def test_a_busy_stream_sums_what_it_was_given(device):
+    run_ranks(device, check_late_gradients, device.type)
 
 
 # ---- Sharded masters -----------------------------------------------------------------------------

@@ -5,7 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import minifloat as mf
 import torch
+import torch.distributed as dist
 
 from tests.support.fuzz_calls import FLOATS, Call, call, op_call
 from tests.support.fuzz_values import Arena, values
@@ -162,3 +164,23 @@ def _sum_messages(rng: Random, arena: Arena) -> Call:
     messages = arena.place(torch.randint(0, 256, size, dtype=torch.uint8))
     out = arena.place(torch.zeros(cols, dtype=rng.choice(FLOATS)))
     return op_call("sum_messages", messages=messages, spec=spec, out=out)
+
+
+@call("mf.quantize_gradients_")
+def _quantize_gradients(rng: Random, arena: Arena) -> Call:
+    """Shards a model over a world of one rank, which reduces nothing."""
+
+    def run(spec: Any, seed: Any, x: Any) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            model = fully_shard(torch.nn.Linear(32, 16))
+            mf.quantize_gradients_(model, spec, seed=seed)
+            model(x).sum().backward()
+            mf.load_training_state(model, mf.training_state(model))
+        finally:
+            mf.destroy_process_group()
+
+    args = {"spec": rng.choice(SENT) + rng.choice(("", "+sr")), "seed": 0, "x": torch.randn(4, 32)}
+    return Call(run, args, is_of_models=True)

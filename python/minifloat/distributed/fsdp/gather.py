@@ -305,6 +305,12 @@ def policy_of(group: FSDPParamGroup) -> MixedPrecisionPolicy:
     return cast("MixedPrecisionPolicy", found)
 
 
+def groups_of(state: Any) -> list[FSDPParamGroup]:
+    """Returns the parameter groups of one module's FSDPState."""
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12
+    return list(filter(None, [state._fsdp_param_group] if groups is None else groups))
+
+
 def find_fsdp_group(layer: nn.Module) -> FSDPParamGroup:
     """Finds FSDP2's parameter group of this module's weight.
 
@@ -320,8 +326,7 @@ def find_fsdp_group(layer: nn.Module) -> FSDPParamGroup:
             state = reference()
             if not isinstance(state, FSDPState):
                 continue
-            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12
-            for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
+            for group in groups_of(state):
                 for parameter in group.fsdp_params:
                     info = parameter._module_info
                     if info.module is layer or layer in info.shared_modules:

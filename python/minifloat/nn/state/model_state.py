@@ -122,7 +122,8 @@ def training_state(model: nn.Module) -> dict[str, Tensor]:
 
     Returns:
         Copies by name, the same on every data-parallel rank. "rng": int64 (seed, count), of the
-        call mf.quantize_(model, …); "<name>.rng" of a module that was converted alone.
+        call mf.quantize_(model, …); "<name>.rng" of a module that was converted alone;
+        "gradients.rng" of mf.quantize_gradients_(model, …).
         "<name>.amax_history": float32 (6, 1 + length), a row an operand; (6, E, 1 + length) of
         the E experts of all ranks.
 

@@ -37,9 +37,10 @@ from torch import Tensor, nn
 
 from ..._native import ops
 from ...checks import require_int
-from ..names import clean_name, unwrapped
+from ..names import clean_name, join, unwrapped
 
 Function = TypeVar("Function", bound=Callable[..., object])
+GRADIENT_RNG = "gradient_rng"  # the attribute of a model with its RngState of gradients
 FORWARDS_IN_FLIGHT = 256  # recorded forwards of one layer, which autograd may recompute
 
 
@@ -364,11 +365,16 @@ def find_hook(module: nn.Module) -> AdvanceRng | None:
 
 
 def states_of(model: nn.Module) -> Iterator[tuple[str, RngState]]:
-    """Yields the name of each root in the model, and the state that its hook advances."""
+    """Yields the name of each root in the model, and the state that its hook advances.
+
+    Also of each model whose gradients are cast stochastically: its name and `gradients`.
+    """
     for fqn, module in unwrapped(model).named_modules():
         hook = find_hook(module)
         if hook is not None:
             yield clean_name(fqn), hook.state
+        if GRADIENT_RNG in module.__dict__:
+            yield join(clean_name(fqn), "gradients"), module.__dict__[GRADIENT_RNG]
 
 
 def remove_hooks(module: nn.Module, kept: Sequence[AdvanceRng] = ()) -> None:

@@ -1,0 +1,237 @@
+"""FSDP2's reduce-scatter of gradients as codes: mf.quantize_gradients_.
+
+    rank r's gradients     (world, cols): row d is rank d's chunk, flat, parameters side by side
+    cast                   each row to a message to its rank: codes and scales side by side
+    all-to-all             one, of all messages
+    sum                    in fp32, rank 0's message first; rounded once, to FSDP2's reduce_dtype
+    FSDP2                  all-reduces it under HSDP, then divides by the number of ranks
+
+include/minifloat/messages.h has the layout of a message. docs/distributed.md says why the division
+comes last, and which random bits are drawn.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..._native import ops
+from ...checks import require_int, require_module
+from ...nn.names import clean_name, join, unwrapped
+from ...nn.state.random_state import GRADIENT_RNG, RngState
+from ...spec import Spec
+from ..handshake import require_equal, wait_for_all
+from .gather import UnknownFsdpError, groups_of, policy_of
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+ALIKE = "quantize_gradients_: expected all ranks to send the gradients of a module alike"
+ARRIVE = "quantize_gradients_: expected all {} ranks to send {}"
+
+
+@dataclass
+class GradientCodes:
+    """What the reduce-scatters of one model share.
+
+    Args:
+        spec: of the messages.
+        state: seed and count of stochastic rounding; its rank is not used.
+        model: that mf.quantize_gradients_ was called with.
+    """
+
+    spec: Spec
+    state: RngState
+    model: weakref.ref[nn.Module]
+    is_complete: bool = False  # whether all sharded modules were seen to have such a reduce-scatter
+
+
+class ReduceScatterOfCodes:
+    """The reduce-scatter of one FSDP2 module: torch's ReduceScatter protocol.
+
+    Args:
+        name: of the module, from which its stream of random bits comes.
+        rank: this rank's place among those that the module's gradients are summed over.
+        shared: by the modules of the model.
+    """
+
+    def __init__(self, name: str, rank: int, shared: GradientCodes) -> None:
+        self.name, self.rank, self.shared = name, rank, shared
+        self.title = f"the gradients of {name or 'the model'!r} as {shared.spec.text}"
+        self.stream = ops.stream(join(name, "gradients"))
+        self.drawn: Tensor | None = None  # the shared state's `current` of the last draw
+        self.is_agreed = False
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Allocates FSDP2's input and output."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        """Writes the sum of all ranks' chunks of this rank. It is ordered on the current stream.
+
+        Args:
+            output_tensor: (cols), float32 or bfloat16.
+            input_tensor: (world * cols), as output_tensor.
+            group: the ranks that shard the module.
+            op: SUM: set_force_sum_reduction_for_comms is on.
+            async_op: is ignored; FSDP2 passes False.
+        """
+        self._agree(group, input_tensor.device)
+        spec = self.shared.spec
+        chunks = input_tensor.view(group.size(), output_tensor.numel())
+        if spec.is_bf16:
+            sent = chunks.to(torch.bfloat16).view(torch.uint8)
+        else:
+            rng = self._draw(input_tensor.device) if spec.is_stochastic else None
+            sent = ops.quantize_messages(chunks, spec.text, rng=rng, stream=self.stream)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        ops.sum_messages(received, spec.text, output_tensor)
+
+    def _draw(self, device: torch.device) -> Tensor:
+        """Returns (seed, count) of this reduction: int64 (2).
+
+        All modules of a step have one count. It begins with the first module that draws again.
+        """
+        state = self.shared.state
+        if state.current is None or state.current is self.drawn:
+            state.begin(True)
+        self.drawn = cast(Tensor, state.current)
+        rng = torch.empty(2, dtype=torch.int64, device=device)
+        rng[0].fill_(ops.mix_seed(state.seed, self.rank))  # a fill waits for no copy from the host
+        rng[1].fill_(int(self.drawn[1]))
+        return rng
+
+    def _agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Checks at the first reduction that all modules and all ranks send codes alike.
+
+        Raises:
+            ValueError: fully_shard was called later, a rank is missing, or titles differ.
+        """
+        model = self.shared.model()
+        if not self.shared.is_complete and model is not None:
+            for name, _, fsdp_group in sharded_modules(model):
+                if not isinstance(fsdp_group._reduce_scatter_comm, ReduceScatterOfCodes):
+                    raise ValueError(
+                        "quantize_gradients_: expected all calls of fully_shard before it, got "
+                        f"{name or 'the model'!r} sharded later; call mf.quantize_gradients_ again"
+                    )
+            self.shared.is_complete = True
+        if self.is_agreed:
+            return
+        wait_for_all(self.title, group, device, ARRIVE, "one that sends codes", "gradients")
+        sent = torch.tensor([ops.stream(self.title)], device=device)
+        received = sent.new_empty(group.size())
+        dist.all_gather_into_tensor(received, sent, group=group)
+        require_equal(self.title, received.tolist(), group, ALIKE)
+        self.is_agreed = True
+
+
+def quantize_gradients_(model: nn.Module, spec: str = "e4m3/1x128+sr", *, seed: int = 0) -> None:
+    """Makes FSDP2 send the gradients of a sharded model to their ranks as codes, in place.
+
+    Each rank casts its gradients to `spec`, in runs of a block's length of the flat chunk of each
+    rank. One all-to-all moves codes and scales; the receiver adds them up in float32, in the order
+    of ranks. Call it after the last fully_shard, on all ranks. A second call replaces the first.
+
+    Args:
+        model: with modules that torch.distributed.fsdp.fully_shard has sharded.
+        spec: "e4m3/1x128", "mxfp8", "mxfp8/e5m2" or "mxfp4", to nearest or `+sr`; "bf16": values in
+            bfloat16, with the same sums in float32.
+        seed: of `+sr`, equal on all ranks. Ranks, modules and steps draw other bits.
+            mf.training_state has seed and count as "gradients.rng".
+
+    Raises:
+        TypeError: `model` is no module, `spec` no str, or `seed` no int.
+        ValueError: nothing is sharded; the spec has a scale of a tensor, a row or 2D blocks, or a
+            transform; a module's gradients are not reduced in float32 or bfloat16, or by another
+            reduce-scatter than torch's; blocks would span parameters that tensor-parallel ranks
+            share and others. The model is unchanged then.
+        UnknownFsdpError: this torch's FSDP2 has other private names than those that are read here.
+    """
+    model = unwrapped(require_module("quantize_gradients_", model))
+    parsed = Spec.parse(spec)
+    ops.message_bytes(parsed.text, 0)  # raises for a spec that messages cannot have
+    state = RngState(require_int("quantize_gradients_: seed", seed), rank=0)
+    shared = GradientCodes(parsed, state, weakref.ref(model))
+    modules = list(sharded_modules(model))
+    if not modules:
+        raise ValueError(
+            "quantize_gradients_: expected a model that fully_shard has sharded, got "
+            f"{type(model).__name__} without a sharded module; FSDP1, DistributedDataParallel and "
+            "sharded masters reduce gradients by other calls"
+        )
+    ranks = [_checked_rank(name or "the model", group, parsed) for name, _, group in modules]
+    for (name, module, _), rank in zip(modules, ranks):
+        module.set_custom_reduce_scatter(cast(Any, ReduceScatterOfCodes(name, rank, shared)))
+        module.set_force_sum_reduction_for_comms(True)
+    model.__dict__.pop(GRADIENT_RNG, None)
+    if parsed.is_stochastic:
+        model.__dict__[GRADIENT_RNG] = state
+
+
+def sharded_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule, FSDPParamGroup]]:
+    """Yields the name, module and parameter group of each module that FSDP2 has sharded."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for fqn, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            for group in groups_of(module._get_fsdp_state()):
+                yield clean_name(fqn), module, group
+
+
+def _checked_rank(name: str, group: FSDPParamGroup, spec: Spec) -> int:
+    """Returns this rank's place among those that sum the group's gradients, after all checks.
+
+    Raises:
+        ValueError, UnknownFsdpError: as those of quantize_gradients_.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+    try:
+        info, found = group.mesh_info, group._reduce_scatter_comm
+        parameters = [cast(Any, p.sharded_param) for p in group.fsdp_params]
+        policy = policy_of(group)
+    except AttributeError as error:
+        raise UnknownFsdpError(error) from error
+    if not isinstance(info, FSDPMeshInfo):
+        raise ValueError(
+            f"quantize_gradients_: expected {name!r} sharded by fully_shard, got replicate, whose "
+            "gradients are reduced by all-reduce alone"
+        )
+    if not isinstance(found, DefaultReduceScatter | ReduceScatterOfCodes):
+        raise ValueError(
+            f"quantize_gradients_: expected torch's reduce-scatter in {name!r}, got "
+            f"{type(found).__name__}"
+        )
+    dtypes = {policy.reduce_dtype or policy.param_dtype or p.dtype for p in parameters}
+    if not dtypes <= {torch.float32, torch.bfloat16}:
+        raise ValueError(
+            "quantize_gradients_: expected gradients that are reduced in float32 or bfloat16 "
+            f"(MixedPrecisionPolicy's reduce_dtype), got {', '.join(map(str, dtypes))} in {name!r}"
+        )
+    is_cut = {any(at.is_shard() for at in p.placements[info.mesh.ndim :]) for p in parameters}
+    if len(is_cut) > 1 and not spec.is_bf16:
+        raise ValueError(
+            f"quantize_gradients_: expected parameters of {name!r} that tensor-parallel ranks all "
+            "shard or all share, got both: blocks would span them, and round the shared ones "
+            "differently on each of these ranks; shard the two kinds apart, or pass 'bf16'"
+        )
+    return cast("list[int]", info.mesh.mesh.flatten().tolist()).index(dist.get_rank())
