@@ -13,6 +13,9 @@ runs of one seed differ by the recipe alone. Every window of text is read at mos
 An entry `RECIPE then=OTHER` trains the last 15% of the steps under OTHER. Entries that follow each
 other with the same RECIPE share its first steps, which are trained once.
 
+An entry `RECIPE wire=SPEC` passes gradients through the wire format of mf.quantize_gradients_, as
+four ranks would send them: each has a quarter of the batch. Compare it with `RECIPE wire=bf16`.
+
 A run that has ended leaves OUT/NAME_seed_SEED.jsonl.xz: what was run, the loss and the gradient's
 norm of each step, evaluations, and the loss of each part of the validation text. A run with such a
 file in OUT or in docs/parity is not trained again. Without --data the tables of those are printed;
@@ -36,6 +39,7 @@ import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
 from _parity_records import BF16, RESULTS, draw_curves, print_tables, records_in, write_record
 from _parity_tokens import VOCABULARY, load_tokens
+from _parity_wire import RANKS, Wire
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import step as finish_step
 from minifloat.train.config import ModelConfig, RunSpec, parse_entry, parse_model
@@ -49,6 +53,7 @@ FINAL_LR = 0.05  # of the peak, at the last step
 AVERAGE_EVERY = 10  # steps, in the last tenth
 DIGITS = 5  # of a loss, after the point
 TORCHAO = "torchao_"  # begins the name of a run of torchao's: torchao_rowwise
+WIRE = " wire="  # in an entry: before the spec of gradients
 THEN = " then="  # in an entry: before the recipe of the last steps
 LAST_SHARE = 0.15  # of the steps: those of that recipe (arXiv 2509.25149 ends about so)
 
@@ -172,24 +177,29 @@ def convert_by_torchao(model: LossLlama, recipe: str) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run: its recipe, and that of its last steps where another one takes over."""
+    """A run: its recipe, that of its last steps where another takes over, and gradients' spec."""
 
     first: RunSpec
     then: RunSpec | None = None
+    wire: str = ""  # "": gradients are not sent
 
     @classmethod
     def parse(cls, entry: str, seed: int) -> Plan:
-        """Parses an entry as `minifloat train` does, a torchao run's name, or `RECIPE then=OTHER`.
+        """Parses an entry as `minifloat train` does, or `RECIPE wire=SPEC then=OTHER`.
 
-        OTHER keeps the layers in high precision that RECIPE keeps.
+        RECIPE may be a torchao run's name. OTHER keeps the layers in high precision that RECIPE
+        keeps.
         """
         text, _, other = entry.partition(THEN)
+        text, _, wire = text.partition(WIRE)
         first = parse_entry(f"{text}={BF16}" if text.startswith(TORCHAO) else text, seed)
-        return cls(first, replace(parse_entry(other, seed), keep=first.keep) if other else None)
+        then = replace(parse_entry(other, seed), keep=first.keep) if other else None
+        return cls(first, then, wire)
 
     @property
     def name(self) -> str:
-        return self.first.name + (f"{THEN}{self.then.name}" if self.then else "")
+        wire = f"{WIRE}{self.wire}" if self.wire else ""
+        return self.first.name + wire + (f"{THEN}{self.then.name}" if self.then else "")
 
     @property
     def recipe(self) -> str:
@@ -204,7 +214,7 @@ class Plan:
 class Run:
     """One recipe from one seed."""
 
-    def __init__(self, spec: RunSpec, trial: Trial, text: Text) -> None:
+    def __init__(self, spec: RunSpec, trial: Trial, text: Text, wire: str) -> None:
         self.spec, self.trial, self.text = spec, trial, text
         config = parse_model(trial.model, VOCABULARY)
         self.model = LossLlama(config, trial.seq)
@@ -215,6 +225,7 @@ class Run:
             quantize_(self.model, spec.recipe, keep=spec.keep, seed=spec.seed, verbose=False)
         elif spec.name.startswith(TORCHAO):
             convert_by_torchao(self.model, spec.name.removeprefix(TORCHAO))
+        self.wire = Wire(self.model, list(self.model.layers), wire, spec.seed) if wire else None
         compile_layers(self.model)
         matrices = [p for p in self.parameters if p.dim() >= 2]
         vectors = [p for p in self.parameters if p.dim() < 2]
@@ -249,12 +260,26 @@ class Run:
         with torch.autocast(self.trial.device, product_dtype(self.trial.device)):
             return self.model(inputs, targets)
 
+    def backward(self, rows_B: Tensor, step: int) -> Tensor:
+        """Computes .grad of the mean loss of a batch, which it returns."""
+        if self.wire is None:
+            loss = self.loss(self.text.train, rows_B)
+            loss.backward()
+            return loss.detach()
+        losses = []
+        for rows in rows_B.view(RANKS, -1):
+            loss = self.loss(self.text.train, rows)
+            loss.backward()
+            self.wire.send(step)
+            losses.append(loss.detach())
+        self.wire.receive()
+        return torch.stack(losses).mean()
+
     def train_step(self, step: int, rows_B: Tensor) -> tuple[Tensor, Tensor]:
         """Trains step `step`, from 1; returns the loss and the gradient's norm, on the device."""
         for group in self.optimizer.param_groups:
             group["lr"] = self.trial.rate(step)
-        loss = self.loss(self.text.train, rows_B)
-        loss.backward()
+        loss = self.backward(rows_B, step)
         norm = clip_gradients(self.parameters, self.trial.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -265,7 +290,7 @@ class Run:
             with torch.no_grad():
                 torch._foreach_add_(self.sums, self.parameters)
             self.added += 1
-        return loss.detach(), norm
+        return loss, norm
 
     def evaluate(self) -> list[float]:
         """Returns the loss of each batch of the validation text."""
@@ -334,7 +359,7 @@ def train_runs(plans: list[Plan], trial: Trial, data: Path, out: Path, limit: fl
         flush=True,
     )
     text = Text(Windows(tokens.train, trial), Windows(tokens.validation, trial))
-    seconds, shared = 0, None
+    seconds, shared, shared_wire = 0, None, ""
     for plan in missing:
         start = time.perf_counter()
         if start - begin + seconds > limit:
@@ -344,6 +369,7 @@ def train_runs(plans: list[Plan], trial: Trial, data: Path, out: Path, limit: fl
             "name": plan.name,
             "recipe": plan.recipe,
             "keep": plan.first.keep,
+            **({"wire": plan.wire} if plan.wire else {}),
             "seed": plan.first.seed,
             "trial": asdict(trial),
             "tokens": tokens.fingerprint,
@@ -352,12 +378,12 @@ def train_runs(plans: list[Plan], trial: Trial, data: Path, out: Path, limit: fl
             "date": time.strftime("%Y-%m-%d"),
         }
         if plan.then is None:
-            run = Run(plan.first, trial, text)
+            run = Run(plan.first, trial, text, plan.wire)
         else:
-            if shared is None or shared.spec != plan.first:
-                shared = Run(plan.first, trial, text)
+            if shared is None or (shared.spec, shared_wire) != (plan.first, plan.wire):
+                shared, shared_wire = Run(plan.first, trial, text, plan.wire), plan.wire
                 shared.train_to(round((1 - LAST_SHARE) * trial.steps))
-            run = Run(plan.then, trial, text)
+            run = Run(plan.then, trial, text, plan.wire)
             run.take_over(shared)
             said["then"] = plan.then.recipe
         found = run.record()
@@ -375,7 +401,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="FOLDER/text of parity_data.py")
     parser.add_argument("--out", type=Path, default=timing.ROOT / "build" / "parity" / "runs")
     parser.add_argument(
-        "--recipes", default=BF16, help="PRESET[ keep=POLICY][ then=RECIPE], torchao_rowwise"
+        "--recipes", default=BF16, help="PRESET[ keep=POLICY][ wire=SPEC][ then=RECIPE], torchao_…"
     )
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME=TEXT")
     parser.add_argument("--seeds", default="1,2,3", help="of weights and order")

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import numpy
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -106,15 +107,15 @@ def test_maps_of_the_trial_are_entries_with_the_same_share(parity, tmp_path, mon
 @pytest.fixture
 def small(parity, tmp_path, monkeypatch):
     """Trains runs of a few steps on a CPU; returns their records by name."""
-    ids = numpy.random.default_rng(0).integers(0, parity.VOCABULARY, 700)
+    ids = numpy.random.default_rng(0).integers(0, parity.VOCABULARY, 1400)
     tokens = SimpleNamespace(train=ids, validation=ids[:100], fingerprint="of these")
     monkeypatch.setattr(parity, "load_tokens", lambda _: tokens)
 
     def train(steps, *entries):
-        sizes = {"seq": 16, "batch": 2, "warmup": 1, "eval_every": 4}
+        sizes = {"seq": 16, "batch": 4, "warmup": 1, "eval_every": 4}
         trial = parity.Trial("32,1,2,2,64", steps=steps, device="cpu", **sizes)
         plans = [parity.Plan.parse(entry, 9) for entry in entries]
-        parity.train_runs(plans, trial, tmp_path, tmp_path, limit=60)
+        parity.train_runs(plans, trial, tmp_path, tmp_path, limit=600)
         return {record["name"]: record for record in parity.records_in([tmp_path])}
 
     return train
@@ -145,3 +146,32 @@ def test_another_recipe_takes_over_for_the_last_steps(small):
     assert other["loss"][17:] != whole["loss"][17:]
     assert (other["recipe"], other["then"]) == ("mxfp8", "bf16")
     assert list(other["evaluations"]) == ["4", "8", "12", "16", "20"]
+
+
+def test_gradients_pass_through_the_wire_as_four_ranks_send_them(parity):
+    """Each rank's gradients have few enough bits that no format of the wire rounds them."""
+    wires = importlib.import_module("_parity_wire")
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 9, bias=False))
+    for spec in ("bf16", "e4m3/1x128+sr", "mxfp8"):
+        wire = wires.Wire(model, [model[0]], spec, seed=3)
+        assert [len(parameters) for parameters in wire.modules] == [2, 1]
+        generator, sums = torch.Generator().manual_seed(0), [0.0, 0.0, 0.0]
+        for _ in range(wires.RANKS):
+            for i, p in enumerate(model.parameters()):
+                p.grad = torch.randint(-8, 9, p.shape, generator=generator).float()
+                sums[i] = sums[i] + p.grad
+            wire.send(step=1)
+            assert all(p.grad is None for p in model.parameters())
+        wire.receive()
+        for p, total in zip(model.parameters(), sums, strict=True):
+            assert torch.equal(p.grad, total / wires.RANKS), spec
+
+
+@pytest.mark.slow
+def test_a_small_run_sends_its_gradients(small):
+    found = small(2, "bf16", "bf16 wire=bf16", "bf16 wire=e4m3/1x128+sr")
+    exact, coded = (found[f"bf16 wire={spec}"] for spec in ("bf16", "e4m3/1x128+sr"))
+    assert (coded["wire"], coded["recipe"]) == ("e4m3/1x128+sr", "bf16")
+    assert coded["loss"][0] == exact["loss"][0] == pytest.approx(found["bf16"]["loss"][0], rel=1e-4)
+    assert coded["norm"] != exact["norm"]
+    assert coded["norm"][0] == pytest.approx(exact["norm"][0], rel=0.01)
