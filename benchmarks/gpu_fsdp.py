@@ -5,6 +5,8 @@ The model is Llama blocks on several GPUs of one host.
     torchrun --nproc-per-node 4 benchmarks/gpu_fsdp.py [--seq 2048,8192] [--recipes …] [--eager]
     python benchmarks/gpu_fsdp.py --alone 4    # one rank of four on one GPU: nothing is sent
 
+A recipe `NAME wire=SPEC` sends gradients by mf.quantize_gradients_(model, SPEC), not with --alone.
+
     work    8 blocks of Llama 3 8B's sizes, without rotary embedding and head; fp32 parameters, bf16
             compute, fp32 reduction; blocks compiled and sharded; forward, backward, fused AdamW,
             mf.step; one sequence a GPU. wk and wv stay in bf16: they are small. With --width 1024
@@ -48,6 +50,7 @@ BLOCKS, WIDTH = 8, 4096
 IN_BF16 = ["wk", "wv"]
 RECIPES = ["bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise"]
 RECIPES += ["mxfp4", "nvfp4_pow2", "mxfp8", "nvfp4"]
+WIRE = " wire="  # in a recipe: before the spec of gradients
 TORCHAO = "torchao_tensorwise"  # with its own all-gather in FP8
 BARS = {  # least speed against bf16
     2048: {"fp8_tensorwise": 1.26, "fp8_delayed": 1.26, "fp8_rowwise": 1.20},
@@ -85,7 +88,8 @@ def sizes_of(width: int) -> tuple[int, int, int, int]:
     return width, width // 128, width // 512, 7 * width // 2
 
 
-def build(recipe: str, setting: Setting) -> nn.Sequential:
+def build(entry: str, setting: Setting) -> nn.Sequential:
+    recipe, _, wire = entry.partition(WIRE)
     torch.manual_seed(0)
     with setting.device:
         model = nn.Sequential(*(Block(*sizes_of(setting.width)) for _ in range(BLOCKS)))
@@ -96,7 +100,10 @@ def build(recipe: str, setting: Setting) -> nn.Sequential:
     if setting.compiled:
         for layer in model:
             layer.compile()
-    return shard(model)
+    shard(model)
+    if wire:
+        mf.quantize_gradients_(model, wire)
+    return model
 
 
 def shard(model: nn.Sequential) -> nn.Sequential:
@@ -123,7 +130,7 @@ def after_step(recipe: str) -> Callable[[nn.Module], None] | None:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         return precompute_float8_dynamic_scale_for_fsdp
-    return None if recipe == "bf16" else mf.step
+    return None if recipe.partition(WIRE)[0] == "bf16" else mf.step
 
 
 def step_ms(
