@@ -70,7 +70,18 @@ def drawn(seed: int, index: int) -> tuple[str, Call, Arena]:
             one.args = mutate(rng, arena, one.args)
     if rng.random() < 0.03:
         one.args = {key: _on_meta(value) for key, value in one.args.items()}
+    one.args = {key: _printable(value) for key, value in one.args.items()}
     return name, one, arena
+
+
+def _printable(value: Any) -> Any:
+    """Leaves tensors without memory out of a list that no schema takes.
+
+    torch prints such a list in its error, and reads the freed memory for it.
+    """
+    if not isinstance(value, (list, tuple)) or all(isinstance(v, Tensor | None) for v in value):
+        return value
+    return [v for v in value if not isinstance(v, Tensor) or is_inside_memory(v)]
 
 
 def _on_meta(value: Any) -> Any:
