@@ -12,7 +12,7 @@ from tests.support import oracle
 NAMES = ops.statistic_names()
 SPECS = ("e4m3/tensor", "e5m2/tensor", "e4m3/row", "e4m3/1x128", "e4m3/128x128", "mxfp8", "mxfp4")
 SPECS = (*SPECS, "mxfp8/e5m2", "mxfp8/32x32", "mxfp4+floor", "nvfp4", "nvfp4/16x16", "nvfp4+pow2")
-SPECS = (*SPECS, "nvfp4+4over6", "nvfp4+rht", "mxfp4+rht32", "nvfp4+sr", "mxfp8+sr")
+SPECS = (*SPECS, "nvfp4+4over6", "nvfp4+rht", "mxfp4+rht32", "nvfp4+sr", "mxfp8+sr", "nvfp4+eden")
 
 
 def statistics(x, spec, columnwise=False, amax=None):
@@ -40,6 +40,7 @@ def values_of(codes, scale, amax, spec, cols):
         factor = oracle.spread(scale, p.block, shape).astype(np.float64)
     else:
         top = 1536 if {"pow2", "4over6"} & {*p.flags} else 2688
+        top = 256 * float.fromhex("0x1.849D64p2") if "eden" in p.flags else top
         blocks = oracle.decode(scale, oracle.E4M3).astype(np.float64)
         factor = oracle.spread(blocks, p.block, shape) * (amax / top)
     return elements * factor, factor * p.elements.max
@@ -85,7 +86,8 @@ def test_statistics_against_numpy(spec, kind):
         codes, scale, amax = oracle.quantize(read, spec, key=key, columnwise=columnwise)
         y = read
         if points := oracle.parse(spec).points:
-            y = oracle.hadamard(read, points)
+            signs = oracle.eden_signs(key, 0) if "eden" in spec else oracle.SIGNS
+            y = oracle.hadamard(read, points, signs)
         values, most = values_of(codes, scale, amax, spec, y.shape[1])
         exact = y.astype(np.float64)
         assert n["elements"] == y.size

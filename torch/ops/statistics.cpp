@@ -15,8 +15,10 @@
 #include <string>
 #include <vector>
 
+#include "minifloat/core/eden.h"
 #include "minifloat/core/format.h"
 #include "minifloat/core/hadamard.h"
+#include "minifloat/core/philox.h"
 #include "ops/bridge.h"
 #include "ops/ops.h"
 #include "ops/tangents.h"
@@ -47,12 +49,33 @@ Tensor dequantize(const torch_ops::QuantizedOperand& q, const std::string& spec,
   return op.call(q.codes, q.scale, q.amax, spec, cols, at::kFloat, std::nullopt, 0);
 }
 
-Tensor hadamard(const Tensor& x, std::int64_t points, bool columnwise) {
+Tensor hadamard(const Tensor& x, std::int64_t points, bool columnwise, std::uint32_t signs) {
   using Signature = Tensor(const Tensor&, std::int64_t, bool, std::int64_t,
                            const std::optional<Tensor>&, std::int64_t);
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("minifloat::hadamard", "").typed<Signature>();
-  return op.call(x, points, columnwise, kHadamardSigns, std::nullopt, 0);
+  return op.call(x, points, columnwise, signs, std::nullopt, 0);
+}
+
+// Returns the operand as the spec's transform gives it, in float32. The signs of +eden are drawn
+// from rng, for which the host waits for the device.
+Tensor transformed(const Tensor& x, const Spec& spec, bool columnwise,
+                   const std::optional<Tensor>& rng, std::int64_t stream) {
+  if (!spec.is_eden())
+    return hadamard(x, spec.transform, columnwise, kHadamardSigns).to(at::kFloat);
+  const Tensor state = rng->cpu();
+  const RandomKey key =
+      random_key(state.const_data_ptr<std::int64_t>(), static_cast<int>(state.numel()),
+                 static_cast<std::uint64_t>(stream));
+  const HadamardSigns signs = eden_signs(key);
+  std::vector<float> flips(static_cast<std::size_t>(x.size(columnwise ? 0 : 1)));
+  for (std::size_t i = 0; i < flips.size(); ++i) {
+    const int point = static_cast<int>(i % kEdenPoints);
+    flips[i] = apply_sign(1.0f, signs.of_16(point / 16), point);
+  }
+  const Tensor each = at::tensor(flips).to(x.options());
+  const Tensor flipped = x * (columnwise ? each.unsqueeze(1) : each);
+  return hadamard(flipped, spec.transform, columnwise, 0).to(at::kFloat);
 }
 
 std::int64_t largest_byte(Elements elements) {
@@ -135,7 +158,7 @@ Tensor statistics_kernel(const Tensor& x, const std::string& text, bool columnwi
   const std::int64_t cols = x.size(columnwise ? 0 : 1);
 
   // The values that were cast, those that the codes stand for, and the largest of each block.
-  const Tensor y = spec.transform ? hadamard(x, spec.transform, columnwise).to(at::kFloat)
+  const Tensor y = spec.transform ? transformed(x, spec, columnwise, rng, stream)
                                   : (columnwise ? x.t() : x).to(at::kFloat).contiguous();
   const Tensor values = dequantize(q, text, cols);
   torch_ops::QuantizedOperand top = q;
