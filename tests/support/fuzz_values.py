@@ -228,7 +228,7 @@ def _shifted(rng: Random, arena: Arena, t: Tensor) -> Tensor:
 
 
 def _freed(rng: Random, arena: Arena, t: Tensor) -> Tensor:
-    if not is_inside_memory(t):  # an earlier change has freed it
+    if not is_inside_memory(t) or t.is_neg():  # freed by an earlier change; torch would negate it
         return t
     own = t.detach().clone()
     storage = own.untyped_storage()
@@ -260,7 +260,8 @@ def _exotic(rng: Random, arena: Arena, t: Tensor) -> Any:
     if kind == 1 and t.dim() == 2 and t.dtype == torch.float32:
         return t.to_sparse() if rng.random() < 0.5 else t.to_sparse_csr()
     if kind == 2 and t.is_floating_point() and t.element_size() > 1:
-        return torch._neg_view(t)
+        # torch negates the values before an op sees them, also those of freed memory.
+        return torch._neg_view(t) if is_inside_memory(t) else t
     if kind == 3:
         return torch._efficientzerotensor(t.shape, dtype=t.dtype)
     if kind == 4 and t.dtype == torch.float32:
