@@ -15,6 +15,7 @@ from minifloat.spec import Spec
 from torch import Tensor, nn
 
 RANKS = 4
+WIRE = " wire="  # in an entry of a benchmark: before the spec of gradients
 
 
 class Wire:

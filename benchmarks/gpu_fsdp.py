@@ -40,6 +40,7 @@ import _ranks as ranks
 import minifloat as mf
 import torch
 import torch.distributed as dist
+from _parity_wire import WIRE
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -50,7 +51,6 @@ BLOCKS, WIDTH = 8, 4096
 IN_BF16 = ["wk", "wv"]
 RECIPES = ["bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise"]
 RECIPES += ["mxfp4", "nvfp4_pow2", "mxfp8", "nvfp4"]
-WIRE = " wire="  # in a recipe: before the spec of gradients
 TORCHAO = "torchao_tensorwise"  # with its own all-gather in FP8
 BARS = {  # least speed against bf16
     2048: {"fp8_tensorwise": 1.26, "fp8_delayed": 1.26, "fp8_rowwise": 1.20},

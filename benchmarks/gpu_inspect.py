@@ -25,6 +25,7 @@ from _parity_tokens import load_tokens
 from gpu_parity import Plan, Run, Text, Trial, Windows
 from minifloat.inspector.inspect import inspect
 from minifloat.inspector.inspection import Inspection
+from minifloat.train.job.looks import write
 from minifloat.train.model.measure import product_dtype
 from recipe_map import LOW, map_in_order
 
@@ -43,7 +44,7 @@ def inspect_trial(trial: Trial, text: Text, steps: int) -> Inspection:
 
 def write_results(found: Inspection, share: float, out: Path) -> str:
     """Writes the numbers and both maps; returns the maps' text."""
-    out.mkdir(parents=True, exist_ok=True)
+    write(found, out)
     operations = {r.module: r.operations for r in found.rows if r.module not in found.heads}
     maps = {
         "nvfp4_by_inspector": found.recipe_map(share, LOW, BF16).text,
@@ -51,8 +52,6 @@ def write_results(found: Inspection, share: float, out: Path) -> str:
     }
     text = "".join(f"{name}={entry}\n" for name, entry in maps.items())
     (out / "maps.txt").write_text(text)
-    (out / "inspect.md").write_text(f"{found.table()}\n\n{found.operand_table()}\n")
-    (out / "inspect.json").write_text(found.json())
     found.plot(out / "inspect.png")
     return text
 

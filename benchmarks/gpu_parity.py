@@ -39,7 +39,7 @@ import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
 from _parity_records import BF16, RESULTS, draw_curves, print_tables, records_in, write_record
 from _parity_tokens import VOCABULARY, load_tokens
-from _parity_wire import RANKS, Wire
+from _parity_wire import RANKS, WIRE, Wire
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import step as finish_step
 from minifloat.train.config import ModelConfig, RunSpec, parse_entry, parse_model
@@ -53,7 +53,6 @@ FINAL_LR = 0.05  # of the peak, at the last step
 AVERAGE_EVERY = 10  # steps, in the last tenth
 DIGITS = 5  # of a loss, after the point
 TORCHAO = "torchao_"  # begins the name of a run of torchao's: torchao_rowwise
-WIRE = " wire="  # in an entry: before the spec of gradients
 THEN = " then="  # in an entry: before the recipe of the last steps
 LAST_SHARE = 0.15  # of the steps: those of that recipe (arXiv 2509.25149 ends about so)
 
@@ -359,7 +358,7 @@ def train_runs(plans: list[Plan], trial: Trial, data: Path, out: Path, limit: fl
         flush=True,
     )
     text = Text(Windows(tokens.train, trial), Windows(tokens.validation, trial))
-    seconds, shared, shared_wire = 0, None, ""
+    seconds, shared, trunk = 0, None, None  # the run of first steps, and its plan
     for plan in missing:
         start = time.perf_counter()
         if start - begin + seconds > limit:
@@ -380,8 +379,9 @@ def train_runs(plans: list[Plan], trial: Trial, data: Path, out: Path, limit: fl
         if plan.then is None:
             run = Run(plan.first, trial, text, plan.wire)
         else:
-            if shared is None or (shared.spec, shared_wire) != (plan.first, plan.wire):
-                shared, shared_wire = Run(plan.first, trial, text, plan.wire), plan.wire
+            if shared is None or trunk != replace(plan, then=None):
+                trunk = replace(plan, then=None)
+                shared = Run(plan.first, trial, text, plan.wire)
                 shared.train_to(round((1 - LAST_SHARE) * trial.steps))
             run = Run(plan.then, trial, text, plan.wire)
             run.take_over(shared)

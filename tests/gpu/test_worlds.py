@@ -328,7 +328,6 @@ def test_training_is_one_process(device, tmp_path):
     if device.type == "cuda" and torch.cuda.device_count() < RANKS:
         pytest.skip(f"torchrun needs {RANKS} GPUs, torch sees {torch.cuda.device_count()}")
     folder = tmp_path / "text"
-    folder.mkdir()
     write_text(folder)
     for processes in (1, RANKS):
         how = "--recipes", "bf16,mxfp8", "--steps", "8", "--device", device.type

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inspect")
-    (folder / "text").mkdir()
     write_text(folder / "text")
     return folder
 

@@ -4,6 +4,8 @@ import random
 
 
 def write_text(folder):
+    """Writes files of text into a folder, which it makes."""
+    folder.mkdir(parents=True, exist_ok=True)
     draw = random.Random(1)
     words = ["alpha", "beta", "gamma", "delta", "epsilon"]
     for i in range(8):

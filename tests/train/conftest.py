@@ -10,7 +10,6 @@ from tests.support.tiny_text import write_text
 def text_folder(tmp_path_factory):
     """Makes a folder of text that lowers a tiny model's loss."""
     folder = tmp_path_factory.mktemp("train") / "text"
-    folder.mkdir()
     write_text(folder)
     return folder
 

@@ -85,7 +85,6 @@ def train(folder, out, world, fault="none", *more):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
-    (folder / "text").mkdir()
     write_text(folder / "text")
     return folder
 

@@ -90,7 +90,6 @@ def test_the_speed_of_light_is_measured_beside_the_steps(tmp_path, monkeypatch):
 
     monkeypatch.setattr(SpeedOfLight, "measure", measured)
     monkeypatch.setattr(training, "time", clock)
-    (tmp_path / "text").mkdir()
     write_text(tmp_path / "text")
     out, steps = tmp_path / "out", 2 * MEASURE_EVERY + 4
     options = f"""train --data {tmp_path}/text --cache {tmp_path}/cache --out {out} --device cpu
