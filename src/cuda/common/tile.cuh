@@ -277,10 +277,9 @@ struct SharedTile {
 #pragma unroll 1
       for (unsigned row = lane_row; row < kTile; row += step) body(vec_at(row, vec_col), row);
     } else if constexpr (sizeof(T) == 2) {  // a word holds two columns of x
-      // All lanes of a warp take part in each step, so that the body may exchange values.
+      // A warp's lanes end together, so that the body may exchange values.
 #pragma unroll 1
-      for (unsigned first = 0; first < kTile / 2; first += step) {
-        const unsigned pair = first + lane_row;
+      for (unsigned pair = lane_row; pair < kTile / 2; pair += step) {
         const std::uint32_t* from = word_of_vec(vec_col, pair);
         std::uint32_t both[kVec];
 #pragma unroll
