@@ -18,6 +18,8 @@ PLANS = [
     ("one", "e4m3/tensor+delayed", "e4m3/tensor+delayed"),
     ("both", "mxfp4", "mxfp4+rht"),
     ("both", "nvfp4", "nvfp4+rht"),
+    ("split", "mxfp4", "mxfp4+rht"),
+    ("split", "nvfp4", "nvfp4"),
     ("split", "mxfp8", "mxfp8"),
     ("split", "e4m3/row", "e4m3/row"),
     ("split", "e4m3/row+rht", "e4m3/row+rht"),
@@ -31,12 +33,14 @@ def shard_cast(spec: Any, columnwise: Any, rows: Any, cols: Any, rounds: Any) ->
 
 
 @call("ShardCast.fits")
+@call("ShardCast.chunk_bytes")
 @call("ShardCast.has_common_scale")
 @call("ShardCast.new_operand")
 def _shard_cast(rng: Random, arena: Arena) -> Call:
     def run(spec: Any, columnwise: Any, rows: Any, cols: Any, world: Any, like: Any) -> None:
         cast = shard_cast(spec, columnwise, rows, cols, True)
         cast.fits(world)
+        cast.chunk_bytes(world)
         cast.has_common_scale()
         if rows * cols >= 1 << 20:
             raise ValueError("not called: its operand would take too much memory")
@@ -122,15 +126,16 @@ def _fill(rng: Random, arena: Arena) -> Call:
     outputs = [arena.place(t.repeat(weights.world)) for each in inputs for t in each]
     targets = [t for plan in weights.plans for t in _target(rng, arena, weights, plan)]
 
-    def run(outputs: Any, targets: Any, forward_alone: Any, **args: Any) -> None:
+    def run(outputs: Any, targets: Any, alone: Any, keeps_row: Any, **args: Any) -> None:
         batch, _ = weights.cast(**args)
         # One weight is filled alone: the others lose no memory, which is the arena's.
         for weight in range(len(weights.plans)):
             count = len(batch_inputs(batch, args, weight))
-            batch.fill(outputs[:count], targets, args["selection"], weight, forward_alone)
+            batch.fill(outputs[:count], targets, args["selection"], weight, alone, keeps_row)
             outputs = outputs[count:]
 
-    args = {"outputs": outputs, "targets": targets, "forward_alone": rng.random() < 0.5}
+    args = {"outputs": outputs, "targets": targets}
+    args |= {"alone": rng.random() < 0.5, "keeps_row": rng.random() < 0.5}
     # Directions that a gather does not bring lose their memory.
     return Call(run, {**args, **weights.args()}, {"targets"}, is_of_models=True)
 

@@ -48,6 +48,10 @@ inline void check_sizes(const char* op, const char* name, const at::Tensor& t) {
                     " of at most 2^48 elements, got sizes ", t.sizes());
 }
 
+// Gathers a sharded weight whose freed memory backward reads, on all ranks. Does nothing for any
+// other tensor. distributed/fsdp/recomputed.py defines the op that this calls.
+void gather_memory(const at::Tensor& t);
+
 // Requires real memory, on the CPU or CUDA, that holds every element. FSDP frees the storage of a
 // weight between its gathers, while the tensor object stays.
 inline void check_memory(const char* op, const char* name, const at::Tensor& t) {
@@ -59,10 +63,11 @@ inline void check_memory(const char* op, const char* name, const at::Tensor& t) 
   if (t.numel() == 0) return;
   std::int64_t last = t.storage_offset();
   for (std::int64_t dim = 0; dim < t.dim(); ++dim) last += (t.size(dim) - 1) * t.stride(dim);
-  const std::int64_t needed = (last + 1) * static_cast<std::int64_t>(t.element_size()),
-                     held = static_cast<std::int64_t>(t.storage().nbytes());
-  TORCH_CHECK_VALUE(needed <= held && t.storage().data() != nullptr, op, ": expected ", name,
-                    " in memory, ", needed, " bytes of its storage, got ", held,
+  const std::int64_t needed = (last + 1) * static_cast<std::int64_t>(t.element_size());
+  const auto held = [&t] { return static_cast<std::int64_t>(t.storage().nbytes()); };
+  if (held() == 0) gather_memory(t);
+  TORCH_CHECK_VALUE(needed <= held() && t.storage().data() != nullptr, op, ": expected ", name,
+                    " in memory, ", needed, " bytes of its storage, got ", held(),
                     ": its storage is too small, or its memory is freed: no gather has brought it");
 }
 

@@ -15,6 +15,10 @@ TORCH_LIBRARY_FRAGMENT(minifloat, m) {
       .def(torch::init<const std::string&, bool, std::int64_t, std::int64_t, bool>())
       .def("fits", [](const c10::intrusive_ptr<ShardCast>& self,
                       std::int64_t world) { return RowShard(*self, world, 0).fits(); })
+      .def("chunk_bytes",
+           [](const c10::intrusive_ptr<ShardCast>& self, std::int64_t world) {
+             return RowShard(*self, world, 0).chunk_bytes();
+           })
       .def("has_common_scale",
            [](const c10::intrusive_ptr<ShardCast>& self) {
              return RowShard(*self, 1, 0).has_common_scale();

@@ -25,14 +25,16 @@ void free_memory(const Tensor& t) {
   storage->set_nbytes(0);
 }
 
-// Allocates memory for a tensor whose memory was freed and which is all of its storage.
-void allocate_memory(const Tensor& t) {
+// Allocates the storage of a tensor whose memory was freed. bytes: of the storage, which the tensor
+// begins
+void allocate_memory(const Tensor& t, std::size_t bytes) {
   c10::StorageImpl* storage = t.storage().unsafeGetStorageImpl();
   if (storage->nbytes() > 0 || t.nbytes() == 0) return;
   const c10::OptionalDeviceGuard guard(t.device());
-  storage->set_data_ptr_noswap(storage->allocator()->allocate(t.nbytes()));
-  storage->set_nbytes(t.nbytes());
+  storage->set_data_ptr_noswap(storage->allocator()->allocate(bytes));
+  storage->set_nbytes(bytes);
 }
+void allocate_memory(const Tensor& t) { allocate_memory(t, t.nbytes()); }
 
 // The targets of one direction of a weight.
 struct Target {
@@ -46,6 +48,7 @@ struct FillWork {
   std::vector<Copy> copies;
   std::vector<Transpose> transposes;
   std::vector<Tensor> scratch;
+  Tensors freed;  // FSDP2's memory, once the transposes have read it
 
   void copy(const void* from, const void* to, std::int64_t bytes) {
     if (from == to || bytes == 0) return;
@@ -133,28 +136,34 @@ void fill_direction(FillWork& work, const Sent& sent, const Target& target, bool
   fill_scales(work, sent, target, is_columnwise);
 }
 
-// The directions of a weight that a gather fills.
+// The directions of a weight that a gather fills, and whether it keeps the rowwise codes.
 struct Filled {
-  bool row, col;
+  bool row, col, keeps_row;
 };
 
-Filled filled_by(const BatchedWeight& weight, std::int64_t selection, bool forward_alone) {
-  if (weight.mode == GatherMode::kSplit) return {selection != kBackward, selection == kBackward};
-  return {true, weight.directions[0].shard.is_transformed() || !forward_alone};
+Filled filled_by(const BatchedWeight& weight, std::int64_t selection, bool forward_alone,
+                 bool keeps_row) {
+  const bool is_backward = selection == kBackward;
+  if (weight.mode == GatherMode::kSplit) return {!is_backward, is_backward, !is_backward};
+  return {true, weight.directions[0].shard.is_transformed() || !forward_alone,
+          weight.mode == GatherMode::kBoth || !is_backward || keeps_row};
 }
 
-// Fills the directions of a weight. Frees the rowwise scale or the columnwise codes of a direction
-// that the gather does not fill. targets: the six of the weight; sent: the weight's selected
-// directions; is_fetch: whether one weight is gathered alone, so that nothing is freed
+// Fills the directions of a weight. Frees the memory of a direction that the gather does not fill.
+// FSDP2's memory holds the rowwise codes, or what the columnwise ones are transposed from. targets:
+// the six of the weight; sent: the weight's selected directions; is_fetch: whether one weight is
+// gathered alone, so that nothing is freed
 void fill_weight(FillWork& work, const std::vector<Sent>& sent, const Tensor* targets,
                  const Filled& filled, bool is_fetch) {
   const Target row = {targets[0], targets[1], targets[2]};
   const Target col = {targets[3], targets[4], targets[5]};
   if (!filled.row && !is_fetch) free_memory(row.scale);
+  if (!filled.keeps_row && !is_fetch) work.freed.push_back(row.codes);
   if (!filled.col && !is_fetch) free_memory(col.codes);
   if (filled.row) {
+    const RowShard& shard = sent[0].direction.shard;
     allocate_memory(row.scale);
-    if (is_fetch) allocate_memory(row.codes);
+    if (is_fetch) allocate_memory(row.codes, shard.world() * shard.chunk_bytes());
     fill_direction(work, sent[0], row, false);
   }
   if (filled.col) {
@@ -167,7 +176,7 @@ void fill_weight(FillWork& work, const std::vector<Sent>& sent, const Tensor* ta
 }  // namespace
 
 void GatherBatch::fill(const Tensors& outputs, const Tensors& targets, std::int64_t selection,
-                       std::int64_t weight, bool forward_alone) {
+                       std::int64_t weight, bool forward_alone, bool keeps_row) {
   const bool is_fetch = weight != kAllWeights;
   TORCH_CHECK_VALUE(targets.size() == kTargets * weights_.size() && !outputs.empty(), kGatherFill,
                     ": expected ", kTargets * weights_.size(), " targets, got ", targets.size());
@@ -209,10 +218,11 @@ void GatherBatch::fill(const Tensors& outputs, const Tensors& targets, std::int6
                       tables ? tables + starts[k] : nullptr, table_bytes});
     }
     fill_weight(work, sent, targets.data() + kTargets * i,
-                filled_by(weights_[i], selection, forward_alone), is_fetch);
+                filled_by(weights_[i], selection, forward_alone, keeps_row), is_fetch);
   }
   run_copies(work.copies, work.like);
   run_transposes(work.transposes, work.like);
+  for (const Tensor& t : work.freed) free_memory(t);
   if (common_.defined() && common_.is_cuda()) {
     // FSDP2's stream of casts allocated it, and may have its memory again once the batch is gone.
     const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);

@@ -87,7 +87,7 @@ def check_payload(rank):
             ("fp8_blockwise", "quantized", [8.01, 8.01]),
             ("mxfp8", "quantized", [8.25, 8.25]),
             ("fp8_rowwise", "quantized", [8.0, 8.0]),
-            ("mxfp4", "quantized", [8.5, 8.5]),
+            ("mxfp4", "quantized", [4.25, 4.25]),
             ("nvfp4", "quantized", [4.04, 4.04]),
             ("mxfp8_nvfp4", "quantized", [12.3, 12.3]),
             ("nvfp4", "compute_dtype", [16.0, 16.0]),

@@ -89,11 +89,12 @@ def check_gathered(recipe, shape, dtype, precompute):
 
     seen = []
     layer.register_forward_hook(lambda *_: seen.append(check(0)))
-    split = layer.gather_plan.mode == "split"
     x = torch.randn(3, shape[1], dtype=dtype, requires_grad=True)
     for _ in range(2):
         y = model(x)
-        y.register_hook(lambda g: seen.append(check(1) if split else check(0, 1)))
+        # The rowwise codes are freed before backward, unless each gather moves both directions.
+        is_both = layer.weight_gather.plan.mode == "both"
+        y.register_hook(lambda g, read=(0, 1) if is_both else (1,): seen.append(check(*read)))
         y.sum().backward()
         if precompute:
             mf.precompute_scales(model)

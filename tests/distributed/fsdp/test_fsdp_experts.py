@@ -152,8 +152,8 @@ def check_bytes_of(recipe, experts, dtype, device):
     def check(layer, is_forward):
         for _, name, product in products([layer]):
             gather = product.weight_gather
-            is_split = gather.plan.mode == "split"
-            read = (0,) if is_forward else ((1,) if is_split else (0, 1))
+            # The rowwise codes are freed before backward, unless each gather moves both.
+            read = (0,) if is_forward else ((0, 1) if gather.plan.mode == "both" else (1,))
             assert gather.is_quantized, (*where, gather.reason)
             assert_gathered(product, values[id(product)], read, (*where, name))
         seen.append(is_forward)
@@ -332,8 +332,9 @@ def test_the_report_says_how_weights_are_gathered():
         return nn.Sequential(nn.ModuleDict({"moe": mf.MoE(32, 32, 2, 1, fused_w13=True)}))
 
     as_codes = (
-        "weight is gathered as mxfp4 and columnwise mxfp4+rht, 8.5 bits; in the compute dtype "
-        "where it is cut along dimension 1"
+        "weight is gathered as mxfp4, for backward as columnwise mxfp4+rht, 4.25 bits; for the "
+        "backward of a checkpointed block as both, 8.5 bits; both where one gather serves forward "
+        "and backward; in the compute dtype where it is cut along dimension 1"
     )
     in_dtype = "weight is gathered in the compute dtype"
     assert sentences(moe()) == {as_codes}
@@ -379,7 +380,7 @@ def check_payload(rank):
 
     routing = torch.arange(16).view(8, 2) % experts, torch.rand(8, 2)
     for recipe, bits in (
-        ("fp8_tensorwise", 8), ("fp8_rowwise", 8.67), ("mxfp8", 8.25), ("mxfp4", 8.5),
+        ("fp8_tensorwise", 8), ("fp8_rowwise", 8.67), ("mxfp8", 8.25), ("mxfp4", 4.25),
         ("nvfp4", 4.04), ("nvfp4_mxfp8", 12.3), ("bf16", 16),
     ):  # fmt: skip
         model = Whole(width, hidden, experts)

@@ -5,10 +5,14 @@
     after it           operands are views of the gathered memory, in the order of experts
 
 The last shards may be short or empty; zeros fill them up to ⌈E / ranks⌉ experts, and lie behind the
-last expert of a view. The plan is a linear layer's (gather.py). In mode "one" dgrad's codes are
-transposed from fprop's after the gather. In mode "split" the two directions take turns in one
-memory, where their sizes are equal. A forward that backward runs again reads both directions:
-`operands` then gathers the other one into memory of its own.
+last expert of a view. The plan is a linear layer's (gather.py):
+
+    one      dgrad's codes are transposed from fprop's. Before backward fprop's are then freed
+    split    the two directions take turns in a buffer of the gather, where their sizes are equal.
+             Fprop's tensors are views of it; dgrad's are copies, and the buffer is then freed
+
+`operands` brings fprop's codes back where backward runs a forward again (recomputed.py), and
+gathers dgrad's for a forward where FSDP2 has not resharded the weight before.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple, cast
 
 import torch
@@ -29,12 +34,24 @@ from ...nn.state.random_state import is_in_backward
 from ...spec import Spec
 from ...tensor.directions import TENSORS, tensors_of
 from ...tensor.quantized import Operand, Operands, Quantized, raw_scale
-from .gather import Gather, GatherInputs, GatherPlan, Received, keep_for_current_stream
+from .gather import (
+    BACKWARD,
+    FORWARD,
+    Gather,
+    GatherInputs,
+    GatherPlan,
+    Received,
+    has_memory,
+    keep_for_current_stream,
+    storages,
+)
+from .recomputed import GATHERS, note_reading
 from .weight_tensors import GatheredWeight
 
-ROW, COL = 0, 1  # directions of W: as fprop reads it, as dgrad reads it
+ROW, COL = FORWARD, BACKWARD  # directions of W: as fprop reads it, as dgrad reads it
 Key = tuple[int, str]  # a direction, and the name of one of its tensors
-Sent = tuple[tuple[int, ...], tuple[Tensor, ...]]  # the directions of a gather, and its inputs
+# The directions of a gather, its inputs, and what all ranks sent of fprop's direction besides it.
+Sent = tuple[tuple[int, ...], tuple[Tensor, ...], dict[int, Tensor]]
 
 
 class Buffer(NamedTuple):
@@ -75,11 +92,17 @@ class ExpertGather(Gather):
         self.layouts = [tensors_of(spec, *size) for spec, size in zip(self.specs, self.sizes)]
         # The tensors that dgrad reads transposed, in mode "one".
         self.transposed = ("codes", "scale") if self.specs[COL].has_blocks else ("codes",)
-        self.buffers = [buffer for name in TENSORS for buffer in self.buffers_of(name)]
         self.parts: list[Quantized] = []  # both directions of the gathered weight
         self.own: list[Tensor] = []  # of one rank: the buffers that FSDP2 does not gather
+        self.memory: list[Tensor] = []  # of all buffers
+        self.copied: dict[int, Tensor] = {}  # dgrad's tensors that are copies, by buffer: bytes
         self.transposes: Callable[[], None] | None = None
         self.present: set[int] = set()  # the directions in the gathered memory
+
+    @cached_property
+    def buffers(self) -> list[Buffer]:
+        """The inputs of each gather; the first gather decides on the plan before."""
+        return [buffer for name in TENSORS for buffer in self.buffers_of(name)]
 
     def buffers_of(self, name: str) -> list[Buffer]:
         """Lists the inputs of one tensor, as many before forward as before backward."""
@@ -94,11 +117,18 @@ class ExpertGather(Gather):
 
     # ---- before a gather -------------------------------------------------------------------------
 
+    def sends_alike(self) -> bool:
+        row, col = (math.prod(of_direction["codes"][1]) for of_direction in self.layouts)
+        return row == col
+
     def send_codes(self, shard: Tensor) -> GatherInputs:
-        split = (COL,) if is_in_backward() else (ROW,)
+        is_backward = is_in_backward()
+        split = (COL,) if is_backward else (ROW,)
         moved = {"one": (ROW,), "both": (ROW, COL), "split": split}[self.plan.mode]
         inputs = self.cast(shard, moved)
-        return inputs, (moved, inputs)
+        is_read_again = is_backward and self.plan.mode == "split" and self.keeps_row
+        rowwise = self.gather_direction(shard, ROW) if is_read_again else {}
+        return inputs, (moved, inputs, rowwise)
 
     @torch.no_grad()
     def cast(self, shard: Tensor, directions: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -136,27 +166,66 @@ class ExpertGather(Gather):
     # ---- after a gather --------------------------------------------------------------------------
 
     def receive_codes(self, outputs: Sequence[Tensor], sent: Sent, is_first: bool) -> Received:
-        moved, inputs = sent
+        moved, inputs, rowwise = sent
         created = None
         if is_first:
             self.own = [torch.empty_like(t) for t in inputs[len(outputs) :]]
-            self.parts = self.views([*outputs, *self.own])
+            self.memory = [*outputs, *self.own]
+            self.parts = self.views(self.memory)
             created = self.new_whole()
         sent_here = inputs[len(outputs) :]
         for own, of_rank in zip(self.own, sent_here):
             own.data.copy_(of_rank)  # as FSDP2's copies, this counts no write
         keep_for_current_stream(sent_here)
         self.present = set(moved)
+        GATHERS.add(self)
         if self.plan.mode == "one":
             self.transpose()
+            if is_in_backward() and not self.keeps_row:
+                self.memory[0].untyped_storage().resize_(0)
+                self.present = {COL}
+        elif self.plan.mode == "split":
+            self.part_directions()
+            if rowwise:
+                self.fill(ROW, rowwise)
         return created
+
+    def part_directions(self) -> None:
+        """Copies dgrad's tensors from the gathered memory, and frees the direction not gathered."""
+        if COL in self.present:
+            self.fill(COL, dict(enumerate(self.memory)))
+            freed = [self.memory[i] for i in self.buffers_with(ROW)]
+        else:
+            freed = list(self.copied.values())
+        for t in freed:
+            t.untyped_storage().resize_(0)
+
+    def fill(self, direction: int, gathered: dict[int, Tensor]) -> None:
+        """Fills the tensors of one direction from what all ranks sent, by buffer."""
+        for i in self.buffers_with(direction):
+            target = self.copied.get(i, self.memory[i]) if direction == COL else self.memory[i]
+            if target is gathered[i]:
+                continue
+            if (storage := target.untyped_storage()).nbytes() == 0:
+                storage.resize_(target.nbytes)
+            target.data.copy_(gathered[i][: len(target)])
+        keep_for_current_stream(list(gathered.values()))
+        self.present.add(direction)
+
+    def buffers_with(self, direction: int) -> list[int]:
+        """Lists the buffers that the tensors of one direction are in."""
+        tensors = [[of for of, _ in buffer.tensors] for buffer in self.buffers]
+        return [i for i, directions in enumerate(tensors) if direction in directions]
 
     def views(self, memory: list[Tensor]) -> list[Quantized]:
         """Returns both directions as views of the memory of buffers."""
         experts, found = self.shape[0], dict[Key, Tensor]()
-        for buffer, gathered in zip(self.buffers, memory):
+        for place, (buffer, gathered) in enumerate(zip(self.buffers, memory)):
             for i, name in buffer.tensors:
                 dtype, shape = self.layouts[i][name]
+                if i == COL and len(buffer.tensors) > 1:
+                    gathered = gathered.new_empty(experts * buffer.size)
+                    self.copied[place] = gathered
                 found[i, name] = gathered.view(dtype).view(-1, *shape)[:experts]
         if self.plan.mode == "one":
             for name in TENSORS:
@@ -177,7 +246,7 @@ class ExpertGather(Gather):
         """Returns a new whole weight, and the tensors that FSDP2 frees and allocates with it."""
         assert self.dtype is not None
         row, col = self.parts
-        inner = list(self.own)
+        inner = [*self.own, *self.copied.values()]
         if self.plan.mode == "one":
             inner += [getattr(col, name) for name in self.transposed]
         if self.is_row_major:  # of the parameter's transpose
@@ -212,15 +281,40 @@ class ExpertGather(Gather):
             columnwise: whether backward reads the weight.
         """
         row, col = self.parts
-        if self.plan.mode == "split":
-            if ROW not in self.present:
-                row = self.fetch(ROW)
-            if columnwise and COL not in self.present and not self.is_gathered_for_backward():
-                col = self.fetch(COL)
+        if ROW not in self.present:
+            if is_in_backward():
+                self.note_reading(ROW)
+            self.bring(ROW)
+        is_missing = columnwise and COL not in self.present and self.plan.mode == "split"
+        if is_missing and not self.is_gathered_for_backward():
+            self.bring(COL)
         read = Operand.of(col) if columnwise else Operand.none(row.codes.device)
         return Operands(Operand.of(row), read).tensors()
 
-    def fetch(self, direction: int) -> Quantized:
-        """Gathers one direction apart from FSDP2's gathers."""
-        assert self.shard is not None
-        return self.views(self.gather_apart(self.cast(self.shard, (direction,))))[direction]
+    def note_reading(self, selection: int) -> None:
+        note_reading(selection, self, [self], self.memory[0].device)
+
+    def lacking(self, storage: int) -> int | None:
+        row, col = (part.codes for part in self.parts)
+        memory = [self.memory[i] for i in self.buffers_with(ROW)]
+        if ROW not in self.present and storage in storages(memory):
+            return ROW if has_memory(col) else None
+        is_read_now = COL not in self.present and not self.is_gathered_for_backward()
+        is_col = is_read_now and storage in storages(self.copied.values())
+        return COL if is_col and has_memory(row) else None
+
+    def bring(self, selection: int) -> None:
+        if self.plan.mode == "split":
+            shard = self.held_shard(self.memory[0].device)
+            self.fill(selection, self.gather_direction(shard, selection))
+            return
+        row, col = (part.codes for part in self.parts)
+        self.memory[0].untyped_storage().resize_(self.memory[0].nbytes)
+        sizes = [*self.sizes[COL], self.specs[ROW].code_bits]
+        torch.classes.minifloat.MatrixTransposes([col], [row], sizes).run()
+        self.present.add(ROW)
+
+    def gather_direction(self, shard: Tensor, direction: int) -> dict[int, Tensor]:
+        """Casts one direction, and returns what all ranks cast, by buffer."""
+        inputs, places = self.cast(shard, (direction,)), self.buffers_with(direction)
+        return dict(zip(places, self.gather_apart([inputs[i] for i in places])))

@@ -4,10 +4,14 @@ A plan is a function of the recipe:
 
     one      fprop and dgrad read one format whose codes transpose exactly: its rowwise codes are
              gathered, and dgrad's are transposed from them
-    both     two formats, or two directions of one, of less than 16 bits a weight together
-    split    less than 16 bits each: fprop's codes are gathered before forward, dgrad's before
-             backward. Where one gather serves both, the compute dtype has fewer bits
+    split    two formats, or two directions of one, whose codes have equal sizes: fprop's are
+             gathered before forward, dgrad's before backward
+    both     such formats in every gather, where they have less than 16 bits a weight together:
+             codes of unequal sizes, because each of FSDP2's gathers moves as many bytes as its
+             first; and where one gather serves forward and backward
     None     gathered in the compute dtype, as FSDP2 alone does, with the reason
+
+The first gather turns a split into both, or into None where both have 16 bits or more.
 
 A Gather has the plan, and FSDP2's hooks call it:
 
@@ -15,13 +19,14 @@ A Gather has the plan, and FSDP2's hooks call it:
     before a gather     `send`: the shard -> this rank's inputs of the all-gather
     after it            `receive`: what all ranks sent -> the whole weight
 
-linear_gather.py has the codes of a layer's weight, expert_gather.py those of experts.
+linear_gather.py has the codes of a layer's weight, expert_gather.py those of experts, recomputed.py
+what a forward needs that backward runs again.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -39,6 +44,7 @@ from ..handshake import agree
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.tensor import DTensor
 
 GatherInputs = tuple[tuple[Tensor, ...], object]  # of the all-gather, and what `receive` gets
 Received = tuple[Tensor, tuple[Tensor, ...]] | None  # the whole weight and its memory
@@ -58,15 +64,26 @@ class GatherPlan:
     col: str
     is_cut_by_rows: bool = True  # False: between experts
 
+    @property
+    def is_smaller_than_bf16(self) -> bool:
+        """Tells whether both directions together have fewer bits than bf16."""
+        return Spec.parse(self.row).bits + Spec.parse(self.col).bits < BF16_BITS
+
     def __str__(self) -> str:
         row, col = Spec.parse(self.row), Spec.parse(self.col)
         if self.mode == "one":
             return f"weight is gathered as {self.row}, {row.bits:.4g} bits"
+        bits, points = row.bits + col.bits, col.transform
         if self.mode == "split":
             how = f"weight is gathered as {self.row}, for backward as columnwise {self.col}"
-            return f"{how}, {row.bits:.4g} bits; unquantized where one gather serves both"
-        bits, points = row.bits + col.bits, col.transform
-        how = f"weight is gathered as {self.row} and columnwise {self.col}, {bits:.4g} bits"
+            each = " and ".join(dict.fromkeys((f"{row.bits:.4g}", f"{col.bits:.4g}")))
+            both = "both" if self.is_smaller_than_bf16 else "unquantized"
+            how = (
+                f"{how}, {each} bits; for the backward of a checkpointed block as both, "
+                f"{bits:.4g} bits; {both} where one gather serves forward and backward"
+            )
+        else:
+            how = f"weight is gathered as {self.row} and columnwise {self.col}, {bits:.4g} bits"
         if points == 0 or not self.is_cut_by_rows:
             return how
         return f"{how}; unquantized where a chunk's rows are no multiple of {points}"
@@ -87,10 +104,11 @@ def plan_gather(recipe: Recipe) -> tuple[GatherPlan | None, str]:
             of_random = f"{spec.text} draws bits in each forward"
             why = f"{product} reads it so" if spec.is_bf16 else of_random
             return None, f"weight is gathered in the compute dtype: {why}"
-    mode = "both" if row.bits + col.bits < BF16_BITS else "split"
+    plan = GatherPlan("split", row.text, col.text)
     if row == col and row.transposes_exactly:
-        mode = "one"
-    plan = GatherPlan(mode, row.text, col.text)
+        plan = replace(plan, mode="one")
+    elif row.code_bits != col.code_bits and plan.is_smaller_than_bf16:
+        plan = replace(plan, mode="both")
     return plan, str(plan)
 
 
@@ -103,6 +121,9 @@ def plan_experts(recipe: Recipe) -> tuple[GatherPlan | None, str]:
     if plan is None:
         return None, sentence
     if plan.mode == "split" and Spec.parse(plan.col).is_delayed:
+        if plan.is_smaller_than_bf16:
+            plan = replace(plan, mode="both", is_cut_by_rows=False)
+            return plan, f"{plan}; in the compute dtype where it is cut along dimension 1"
         why = f"{plan.col} of dgrad alone has a history, which forward records"
         return None, f"weight is gathered in the compute dtype: {why}"
     plan = replace(plan, is_cut_by_rows=False)
@@ -139,7 +160,7 @@ class Gather:
         self.dtype: torch.dtype | None = None  # that all ranks agreed on; None before
         self.rounded_to: torch.dtype | None = None  # before the cast: autocast's dtype, or that one
         self.shard_dtype: torch.dtype | None = None  # of the last gather
-        self.shard: Tensor | None = None  # cast last
+        self.on_demand: set[int] = set()  # gathers whose directions were read after the other one
         self.reason = ""  # for a gather in that dtype instead of codes
         self._fsdp_group: Callable[[], FSDPParamGroup | None] = lambda: None  # a weak reference
 
@@ -163,6 +184,10 @@ class Gather:
         """Returns why the shards cannot be gathered as codes; "" where they can."""
         return ""
 
+    def sends_alike(self) -> bool:
+        """Tells whether the codes of both directions have equal sizes."""
+        raise NotImplementedError
+
     def send_codes(self, shard: Tensor) -> GatherInputs:
         """Returns the codes that this rank sends, and what receive_codes gets."""
         raise NotImplementedError
@@ -185,7 +210,6 @@ class Gather:
             self._decide(dtype, shard.device)
         if self.reason:
             return (self._padded(shard),), None
-        self.shard = shard
         return self.send_codes(shard)
 
     def receive(self, outputs: Sequence[Tensor], sent: Any, out: object) -> Received:
@@ -214,8 +238,15 @@ class Gather:
             self.reason = "codes are made of float32 or bfloat16"
             return
         self.reason = self.reason_against_codes()
-        if not self.reason and self.plan.mode == "split" and not self.is_gathered_for_backward():
-            self.reason = "one gather is to serve forward and backward"
+        if self.reason or self.plan.mode != "split":
+            return
+        why = "" if self.sends_alike() else "codes of its two directions have unequal sizes"
+        if not self.is_gathered_for_backward():
+            why = "one gather is to serve forward and backward"
+        if why and self.plan.is_smaller_than_bf16:
+            self.plan = replace(self.plan, mode="both")
+        else:
+            self.reason = why
 
     def _require_dtype(self, shard: Tensor) -> None:
         """Raises ValueError where FSDP2 would compute in another dtype than at the first gather."""
@@ -266,12 +297,56 @@ class Gather:
         state = getattr(getattr(self.fsdp_group(), "_training_state", None), "name", "")
         return state == "FORWARD" and self.is_gathered_for_backward() and not is_in_backward()
 
+    def held_shard(self, device: torch.device) -> Tensor:
+        """Returns this rank's part of the parameter on the device that computes."""
+        group = self.fsdp_group()
+        for parameter in () if group is None else group.fsdp_params:
+            local: Any = cast("DTensor", parameter.sharded_param)._local_tensor
+            if getattr(local, "weight_gather", None) is self:
+                return cast(Tensor, local.shard).to(device)
+        raise UnknownFsdpError(f"no parameter of {self.title}")
+
     def gather_apart(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Gathers inputs of all ranks, apart from FSDP2's gathers."""
-        outputs = [t.new_empty(self.world * len(t)) for t in inputs]
-        for output, of_rank in zip(outputs, inputs):
-            dist.all_gather_into_tensor(output, of_rank, group=self.group)
-        return outputs
+        """Gathers inputs of bytes of all ranks in one collective, apart from FSDP2's gathers."""
+        of_rank = torch.cat(list(inputs))
+        gathered = of_rank.new_empty(self.world, len(of_rank))
+        dist.all_gather_into_tensor(gathered.view(-1), of_rank, group=self.group)
+        outputs = [t.new_empty(self.world, len(t)) for t in inputs]
+        torch.split_with_sizes_copy(gathered, [len(t) for t in inputs], dim=1, out=outputs)
+        return [output.view(-1) for output in outputs]
+
+    # ---- directions that FSDP2's last gather has not brought -------------------------------------
+
+    @property
+    def keeps_row(self) -> bool:
+        """Tells whether the weight is read rowwise after backward's gather."""
+        return FORWARD in self.on_demand
+
+    def lacking(self, storage: int) -> int | None:
+        """Returns the gather that would bring a direction, where the other one is in memory.
+
+        Args:
+            storage: without memory: of the direction's codes, scale or amax, or any other.
+        """
+        raise NotImplementedError
+
+    def note_reading(self, selection: int) -> None:
+        """Notes that a direction is read which FSDP2's gather has not brought; on all ranks."""
+        raise NotImplementedError
+
+    def bring(self, selection: int) -> None:
+        """Brings a direction by this gather, apart from FSDP2's gathers; on all ranks."""
+        raise NotImplementedError
+
+
+def storages(tensors: Iterable[Tensor]) -> list[int]:
+    """Lists the ids of the tensors' storages, which stay where memory is freed and allocated."""
+    return [t.untyped_storage()._cdata for t in tensors]
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Tells whether a tensor's memory is allocated: FSDP2 frees that of a resharded weight."""
+    return tensor.untyped_storage().nbytes() > 0
 
 
 def keep_for_current_stream(tensors: Sequence[Tensor]) -> None:

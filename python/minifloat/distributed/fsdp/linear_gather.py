@@ -15,8 +15,13 @@ A gather that serves forward alone fills no tensor that only backward reads. The
 tensor stays free until backward's gather.
 
 In mode "split" each gather moves one direction: forward's the rowwise, backward's the columnwise.
-`complete` fetches a direction that no gather has moved. That happens where a checkpointed block
-reads the rowwise direction in backward, or where FSDP2 has not resharded the weight after forward.
+In mode "one" the rowwise codes are freed once backward's columnwise ones are transposed from them.
+A fetch gathers a direction of all split weights of a batch, apart from FSDP2's gathers. In mode
+"one" it transposes the rowwise codes back. It brings
+
+    the rowwise one in backward    where a forward runs again: on demand at the first time, then in
+                                   each pre-gather hook of backward
+    either one in forward          where FSDP2 has not resharded the weights before
 """
 
 from __future__ import annotations
@@ -42,13 +47,15 @@ from .gather import (
     GatherInputs,
     GatherPlan,
     Received,
+    has_memory,
     keep_for_current_stream,
+    storages,
 )
+from .recomputed import GATHERS, note_reading
 from .weight_tensors import GatheredWeight, ShardedWeight
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor import DTensor
 
 State = list[tuple[Tensor, tuple[int, int, int]]]  # shards, and counts of writes to them
@@ -68,7 +75,7 @@ class WeightGather(Gather):
         super().__init__(layer, plan, f"{layer.fqn}: {layer.recipe}", shape, group)
         self.casts: tuple[Any, Any]  # native ShardCasts, rowwise and columnwise, since the first
         self.targets: list[Tensor] = []  # both directions' tensors, since the first gather
-        self.gathered: set[int] = set()  # in mode split: the selections gathered so far
+        self.gathered: set[int] = set()  # the gathers whose directions are in memory
         self.batch: Batch | None = None  # of FSDP2's parameter group; of a tied weight alone
         # The last two parameters that FSDP2 assigned: it assigns both at each gather.
         self._assigned: tuple[object, object] = (None, None)
@@ -98,6 +105,10 @@ class WeightGather(Gather):
         what = "a transform" if has_transform else "a block whose values choose its scale"
         return f"{what} reaches over the end of a shard"
 
+    def sends_alike(self) -> bool:
+        row, col = (native.chunk_bytes(self.world) for native in self.casts)
+        return bool(row == col)
+
     def send_codes(self, shard: Tensor) -> GatherInputs:
         return self.joined_batch().send(self, shard)
 
@@ -121,6 +132,7 @@ class WeightGather(Gather):
 
     def receive_codes(self, outputs: Sequence[Tensor], sent: Batch, is_first: bool) -> Received:
         created = self.new_whole(outputs[0]) if is_first else None
+        GATHERS.add(self)
         sent.receive(self, outputs)
         return created
 
@@ -150,14 +162,44 @@ class WeightGather(Gather):
         return Quantized(codes, scale, amax, spec, shape, columnwise)
 
     def complete(self, whole: Tensor, reads_columnwise: bool) -> None:
-        """Fetches the directions that a forward reads and no gather has moved; on all ranks."""
-        if self.plan.mode != "split" or not isinstance(whole, GatheredWeight):
+        """Brings the directions that a forward reads and no gather has moved; on all ranks."""
+        if not isinstance(whole, GatheredWeight):
             return
         if FORWARD not in self.gathered:
-            self.joined_batch().fetch(self, FORWARD)
+            if is_in_backward():
+                self.note_reading(FORWARD)
+            self.bring(FORWARD)
         is_missing = reads_columnwise and BACKWARD not in self.gathered
         if is_missing and not self.is_gathered_for_backward():
-            self.joined_batch().fetch(self, BACKWARD)
+            self.bring(BACKWARD)
+
+    def note_reading(self, selection: int) -> None:
+        note_reading(selection, self, self.joined_batch().gathers, self.targets[0].device)
+
+    def lacking(self, storage: int) -> int | None:
+        row, col = self.targets[:3], self.targets[3:]
+        if FORWARD not in self.gathered and storage in storages(row):
+            return FORWARD if has_memory(col[0]) else None
+        is_read_now = BACKWARD not in self.gathered and not self.is_gathered_for_backward()
+        is_col = is_read_now and storage in storages(col)
+        return BACKWARD if is_col and has_memory(row[0]) else None
+
+    def bring(self, selection: int) -> None:
+        if self.plan.mode == "split":
+            self.joined_batch().fetch(selection)
+            return
+        row, col, bits = self.targets[0], self.targets[3], Spec.parse(self.plan.row).code_bits
+        row.untyped_storage().resize_(self.world * self.casts[0].chunk_bytes(self.world))
+        sizes = [*self.shape[::-1], bits]
+        torch.classes.minifloat.MatrixTransposes([col], [row], sizes).run()
+        self.gathered.add(FORWARD)
+
+    def in_memory(self, selection: int) -> set[int]:
+        """Returns the gathers whose directions are in memory after one of them."""
+        if self.plan.mode == "split":
+            return {selection}
+        is_transposed = self.plan.mode == "one" and selection == BACKWARD
+        return {BACKWARD} if is_transposed and not self.keeps_row else {FORWARD, BACKWARD}
 
 
 # ---- the weights of one all-gather ---------------------------------------------------------------
@@ -196,6 +238,7 @@ class Batch:
         """Starts a gather: its selection, the shards that were cast, and the inputs of each."""
         self.selection, self.cast_shards, self.inputs = selection, shards, inputs
         self.outputs: list[Tensor] = []  # all ranks' inputs, weight by weight
+        self.rowwise: list[list[Tensor]] = []  # those of split weights, of a fetch
         self.taken: list[list[Tensor]] = []  # inputs of a world of one
 
     def send(self, gather: WeightGather, shard: Tensor) -> GatherInputs:
@@ -221,6 +264,8 @@ class Batch:
         is_whole = shards[0] is shard and all([s is not None for s in shards])
         inputs = self.cast(shards, selection, ALL_WEIGHTS) if is_whole else []
         self.start(selection, shards if is_whole else [], inputs)
+        if is_whole and self.splits and selection == BACKWARD and self.gathers[0].keeps_row:
+            self.rowwise = self.gather_splits(shards, FORWARD)
 
     def receive(self, gather: WeightGather, outputs: Sequence[Tensor]) -> None:
         """Collects all ranks' codes of one weight; fills all weights after the last one."""
@@ -231,24 +276,39 @@ class Batch:
         if index < len(self.gathers) - 1:
             return
         selection, forward_alone = self.selection, self.gathers[0].serves_forward_alone()
-        self.fill(self.outputs, self.targets(), selection, ALL_WEIGHTS, forward_alone)
+        targets, keeps_row = self.targets(), self.gathers[0].keeps_row
+        self.fill(self.outputs, targets, selection, ALL_WEIGHTS, forward_alone, keeps_row)
         for taken in self.taken:
             keep_for_current_stream(taken)
+        rowwise = self.rowwise
         self.start(selection, [], [])
-        for split in self.splits:
-            split.gathered = {selection}
-        splits = self.splits if selection == BACKWARD else []
-        if splits and recomputes_compiled(splits[0].fsdp_group()):
-            for split in splits:
-                self.fetch(split, FORWARD)
+        for member in self.gathers:
+            member.gathered = member.in_memory(selection)
+        if rowwise:
+            self.fill_splits(rowwise, FORWARD)
 
-    def fetch(self, gather: WeightGather, selection: int) -> None:
-        """Gathers one weight in the directions of a selection, apart from FSDP2's gathers."""
-        assert gather.shard is not None
-        index = self.gathers.index(gather)
-        inputs = self.cast(self.shards() or [gather.shard], selection, index)[index]
-        self.fill(gather.gather_apart(inputs), self.targets(), selection, index, False)
-        gather.gathered.add(selection)
+    # ---- a gather apart from FSDP2's -------------------------------------------------------------
+
+    def fetch(self, selection: int) -> None:
+        """Gathers the split weights in one direction; on all ranks."""
+        device = self.splits[0].targets[0].device
+        shards = [gather.held_shard(device) for gather in self.gathers]
+        self.fill_splits(self.gather_splits(shards, selection), selection)
+
+    def gather_splits(self, shards: list[Tensor], selection: int) -> list[list[Tensor]]:
+        """Casts one direction, and returns what all ranks cast of each split weight."""
+        cast = zip(self.gathers, self.cast(shards, selection, ALL_WEIGHTS))
+        inputs = [of_weight for gather, of_weight in cast if gather.plan.mode == "split"]
+        outputs = iter(self.splits[0].gather_apart([t for of_weight in inputs for t in of_weight]))
+        return [[next(outputs) for _ in of_weight] for of_weight in inputs]
+
+    def fill_splits(self, outputs: list[list[Tensor]], selection: int) -> None:
+        """Fills one direction of the split weights; keeps the other one."""
+        for split, of_weight in zip(self.splits, outputs):
+            index = self.gathers.index(split)
+            self.fill(of_weight, self.targets(), selection, index, False, True)
+            keep_for_current_stream(of_weight)
+            split.gathered.add(selection)
 
     def targets(self) -> list[Tensor]:
         """Lists the tensors that a gather fills: both directions' codes, scale and amax."""
@@ -329,17 +389,3 @@ def exchange_amaxes(
     if amaxes.numel() > 0 and batches[0].world > 1:
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=batches[0].ranks)
     exchange.accept(amaxes)  # bits of magnitudes order like the values, NaN above infinity
-
-
-def recomputes_compiled(group: FSDPParamGroup | None) -> bool:
-    """Tells whether compiled code of a group's modules recomputes a forward in backward.
-
-    Such code reads weights rowwise then, and cannot ask for them. Compiled are modules whose
-    .compile() was called, and what torch.compile returned.
-    """
-    modules = () if group is None else group.modules
-    inner = [m for module in modules for m in module.modules()]
-    is_compiled = any(
-        m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in inner
-    )
-    return is_compiled and any("CheckpointWrapper" in type(m).__name__ for m in inner)
