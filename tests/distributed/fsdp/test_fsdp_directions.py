@@ -184,19 +184,18 @@ def changing(model, step):
             module.reshard()
 
 
-def check_results(rank, recipes, kind):
-    for recipe in recipes:
-        for name, wrap in WRAPPERS.items():
-            for call in (once, twice, without_sync, changing):
-                for options in ({}, {"reshard_after_forward": False}):
-                    if options and call is not once:
-                        continue
-                    where = (recipe, name, call.__name__, options)
-                    alone = built(recipe, kind=kind)
-                    model = fully_sharded(built(recipe, wrap, kind), **options)
-                    assert run_steps(model, call) == run_steps(alone, call), where
-                    got = {clean(key): value for key, value in whole(model).items()}
-                    assert_equal(got, whole(alone), where)
+def check_results(rank, recipe, kind):
+    for name, wrap in WRAPPERS.items():
+        for call in (once, twice, without_sync, changing):
+            for options in ({}, {"reshard_after_forward": False}):
+                if options and call is not once:
+                    continue
+                where = (recipe, name, call.__name__, options)
+                alone = built(recipe, kind=kind)
+                model = fully_sharded(built(recipe, wrap, kind), **options)
+                assert run_steps(model, call) == run_steps(alone, call), where
+                got = {clean(key): value for key, value in whole(model).items()}
+                assert_equal(got, whole(alone), where)
 
 
 def clean(key):
@@ -204,8 +203,9 @@ def clean(key):
 
 
 @pytest.mark.parametrize("kind", [Block, Experts])
-def test_results_are_those_of_one_process(kind):
-    run_world(2, check_results, ["nvfp4_pow2", "mxfp4", "fp8_rowwise"], kind)
+@pytest.mark.parametrize("recipe", ["nvfp4_pow2", "mxfp4", "fp8_rowwise"])
+def test_results_are_those_of_one_process(recipe, kind):
+    run_world(2, check_results, recipe, kind)
 
 
 # ---- compiled code -------------------------------------------------------------------------------
