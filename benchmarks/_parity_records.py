@@ -20,6 +20,7 @@ import _gpu_timing as timing
 Record = dict[str, Any]
 RESULTS = timing.ROOT / "docs" / "parity"
 BF16 = "bf16"
+NVFP4 = "nvfp4 (keep nvfp4_paper)"  # whose variants have a table and an image of their own
 LAST = 100  # steps whose mean is the training loss of a run
 SMOOTHED = 150  # steps whose mean is a point of a curve
 
@@ -59,13 +60,18 @@ def losses_of(records: list[Record], key: str) -> dict[str, dict[int, float]]:
     return found
 
 
-def gaps_of(losses: dict[str, dict[int, float]]) -> dict[str, list[float]]:
-    """Returns each recipe's gaps in percent, of the seeds that bf16 has too."""
-    base = losses.get(BF16, {})
+def is_variant(name: str) -> bool:
+    """Tells whether a run is nvfp4 or a variant of it."""
+    return name.startswith("nvfp4") and name != "nvfp4_pow2"
+
+
+def gaps_of(losses: dict[str, dict[int, float]], base_name: str = BF16) -> dict[str, list[float]]:
+    """Returns each recipe's gaps to a base in percent, of the seeds that the base has too."""
+    base = losses.get(base_name, {})
     return {
         name: [100 * (loss / base[seed] - 1) for seed, loss in sorted(runs.items()) if seed in base]
         for name, runs in losses.items()
-        if name != BF16
+        if name != base_name
     }
 
 
@@ -121,10 +127,10 @@ def percent(value: float | None, sign: str = "") -> str:
     return "-" if value is None else f"{value:{sign}.2f}%"
 
 
-def table(losses: dict[str, dict[int, float]]) -> str:
+def table(losses: dict[str, dict[int, float]], base: str = BF16) -> str:
     """Formats losses and gaps as a table of the docs, the smallest gap first."""
-    lines = ["| recipe | losses | gaps to bf16 | mean | se |", "|---|---|---|---|---|"]
-    gaps = gaps_of(losses)
+    lines = [f"| recipe | losses | gaps to {base} | mean | se |", "|---|---|---|---|---|"]
+    gaps = gaps_of(losses, base)
 
     def mean(name: str) -> float:
         return statistics.mean(gaps[name]) if gaps.get(name) else -math.inf
@@ -166,6 +172,8 @@ def print_tables(records: list[Record]) -> None:
     for key in ("val", "average", "loss"):
         losses = losses_of(records, key)
         print(f"{key}; bf16 over seeds: {noise(losses.get(BF16, {}))}\n{table(losses)}\n")
+        variants = {name: runs for name, runs in losses.items() if is_variant(name)}
+        print(f"{key}; variants of nvfp4\n{table(variants, NVFP4)}\n")
     print(f"{speed_table(records)}\n")
     base = {record["seed"]: record for record in records if record["name"] == BF16}
     print("| run | GPU | tokens/s | peak GiB | seconds | sampling error of the gap |")
@@ -181,6 +189,15 @@ def print_tables(records: list[Record]) -> None:
 
 
 # ---- Curves --------------------------------------------------------------------------------------
+def draw_images(records: list[Record], folder: Path) -> None:
+    """Draws parity.png, of the recipes, and parity_nvfp4.png, of nvfp4's variants."""
+    both = (BF16, NVFP4)
+    recipes = [r for r in records if r["name"] in both or not is_variant(r["name"])]
+    variants = [r for r in records if r["name"] in both or is_variant(r["name"])]
+    draw_curves(recipes, folder / "parity.png")
+    draw_curves(variants, folder / "parity_nvfp4.png")
+
+
 def draw_curves(records: list[Record], path: Path) -> None:
     """Draws training losses, and below them their gaps to bf16 of the same seed, by step."""
     import matplotlib
@@ -197,7 +214,7 @@ def draw_curves(records: list[Record], path: Path) -> None:
     figure, (losses, gaps) = plt.subplots(2, 1, figsize=(9, 9), sharex=True, layout="constrained")
     names = sorted(curves, key=lambda name: statistics.mean(own[-1] for own, _ in curves[name]))
     for i, name in enumerate(names):
-        found, color = curves[name], f"C{i}"
+        found, color = curves[name], plt.get_cmap("tab20")(2 * i % 20 + i // 10)
         steps = range(SMOOTHED // 2, SMOOTHED // 2 + len(found[0][0]))
         own = [statistics.mean(values) for values in zip(*(c for c, _ in found), strict=True)]
         losses.plot(steps, own, label=f"{name}: {own[-1]:.3f}", linewidth=1, color=color)
@@ -212,7 +229,7 @@ def draw_curves(records: list[Record], path: Path) -> None:
     gaps.set(xlabel="step", ylabel="gap to bf16, %", ylim=(-2, 6))
     gaps.axhline(0, color="gray", linewidth=0.8)
     for axes in (losses, gaps):
-        axes.legend(title=f"mean of {SMOOTHED} steps; of the last ones", fontsize=8)
+        axes.legend(title=f"mean of {SMOOTHED} steps; of the last ones", fontsize=8, loc=1)
         axes.grid(alpha=0.3)
     figure.suptitle("Means over seeds; shaded: from the lowest to the highest seed")
     figure.savefig(path, dpi=110)

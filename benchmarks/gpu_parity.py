@@ -19,7 +19,7 @@ four ranks would send them: each has a quarter of the batch. Compare it with `RE
 A run that has ended leaves OUT/NAME_seed_SEED.jsonl.xz: what was run, the loss and the gradient's
 norm of each step, evaluations, and the loss of each part of the validation text. A run with such a
 file in OUT or in docs/parity is not trained again. Without --data the tables of those are printed;
---plot FILE draws their curves.
+--plot FOLDER draws their curves.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
-from _parity_records import BF16, RESULTS, draw_curves, print_tables, records_in, write_record
+from _parity_records import BF16, RESULTS, draw_images, print_tables, records_in, write_record
 from _parity_tokens import VOCABULARY, load_tokens
 from _parity_wire import RANKS, WIRE, Wire
 from minifloat.nn.convert.quantize import quantize_
@@ -406,7 +406,7 @@ def main() -> int:
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME=TEXT")
     parser.add_argument("--seeds", default="1,2,3", help="of weights and order")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds of this command")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="an image of the curves")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="images of the curves")
     for field in fields(Trial):
         option = "--" + field.name.replace("_", "-")
         parser.add_argument(option, type=type(field.default), default=field.default)
@@ -420,7 +420,7 @@ def main() -> int:
     records = records_in([RESULTS, arguments.out])
     print_tables(records)
     if arguments.plot:
-        draw_curves(records, arguments.plot)
+        draw_images(records, arguments.plot)
     return 0
 
 
