@@ -18,7 +18,7 @@ export PYTHONNOUSERSITE := 1
 
 CXX_FOLDERS := $(wildcard include src torch tests benchmarks examples)
 CXX_SOURCES = $(shell find $(CXX_FOLDERS) -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
-PY_FOLDERS := $(wildcard python tests benchmarks examples tools)
+PY_FOLDERS := $(wildcard python tests benchmarks examples tools docs/*.py)
 
 .PHONY: help setup build libraries all-architectures train print-cpu test test-all test-torchtitan-0.3 test-asan test-aarch64 test-aarch64-torch aarch64-tools test-exhaustive test-gpu bench lint format tidy docs package-tools wheel sdist test-wheel test-sdist check-tag clean
 .DEFAULT_GOAL := help
@@ -39,7 +39,7 @@ help:
 	@echo "make bench            the benchmark tables; on a GPU machine build/gpu_roofline.png too"
 	@echo "make lint | format    check | fix style, types, layers, pages, commits' messages"
 	@echo "make tidy             clang-tidy over the torch-free sources"
-	@echo "make docs             check the pages: links, and lines of 100 columns"
+	@echo "make docs             the site, build/site, where each warning is an error"
 	@echo "make all-architectures  kernels for every GPU since Ampere; CUDA=ON TARGETS=... for some"
 	@echo "make wheel | sdist    dist/minifloat-*: the wheel for every GPU and torch, the sources"
 	@echo "make test-wheel | test-sdist  install them in empty environments, and try them"
@@ -215,8 +215,18 @@ tidy: build
 check-tag:
 	@$(PYTHON) tools/check_tag.py "$$TAG"
 
-docs: $(READY)
+# ---- The site --------------------------------------------------------------------------------
+SITE_READY := $(VENV)/.ready-docs
+
+$(SITE_READY): requirements-docs.txt $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+	@touch $@
+
+docs: $(SITE_READY)  # all pages each time: one that is not read again does not repeat its warning
 	$(PY) tools/check_docs.py
+	rm -rf build/site
+	$(PY) -m sphinx -E -W --keep-going -q -d build/site-doctrees docs build/site
+	@echo "docs: build/site/index.html; to read it: python -m http.server -d build/site"
 
 clean:
 	rm -rf build dist python/minifloat/lib
