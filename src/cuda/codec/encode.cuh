@@ -183,6 +183,38 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Vec16<T>& ve
   return out;
 }
 
+// Rounds a number to an 8-bit format stochastically. A product towards zero again puts the code of
+// the value below on top of the fraction, whose upper bits the 16 random bits are added to. The
+// largest value has no fraction.
+//   random: the 16 bits, in 15:0
+//   returns sign and code in 31:24
+template <class F>
+__device__ __forceinline__ std::uint32_t round_fp8_stochastic(float v, std::uint32_t random) {
+  constexpr int kFraction = Float32::kMantissaBits - F::kMantissaBits;
+  constexpr float kToSubnormal = bit_cast<float>(  // 2^(-126 - F::kMinExponent)
+      static_cast<std::uint32_t>(1 - F::kMinExponent) << Float32::kMantissaBits);
+  const float clamped = fminf(fabsf(v), F::kMax);
+  const std::uint32_t below = bit_cast<std::uint32_t>(multiply_toward_zero(clamped, kToSubnormal));
+  const std::uint32_t code = (below + (random << (kFraction - 16))) << (24 - kFraction);
+  return select_bits(0x7F00'0000u, code, bit_cast<std::uint32_t>(v));
+}
+// The same of any values.
+template <class F, class T>
+__device__ __forceinline__ Codes<F> encode_any_fp8_stochastic(const Vec16<T>& vec, float factor,
+                                                              const RandomBits& bits) {
+  float v[kVec];  // indexed by a loop that is not unrolled
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) v[i] = vec[i] * factor;
+  Codes<F> out = {};
+#pragma unroll
+  for (int q = 0; q < 4; ++q)
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i)
+      out.w[q] |= encode<F, Stochastic>(v[4 * q + i], {random_bits<F::kBits>(bits.w[q], i)})
+                  << (i * 8);
+  return out;
+}
+
 template <class F, class T>
 __device__ __forceinline__ Codes<F> encode_fp8_stochastic(const Vec16<T>& vec, float factor,
                                                           const RandomBits& bits) {
@@ -198,10 +230,16 @@ __device__ __forceinline__ Codes<F> encode_fp8_stochastic(const Vec16<T>& vec, f
       out.w[i] = with_one_nan<F>(cvt_rs_e5m2x4(v, bits.w[i]));
   }
 #else
+  if (vec.amax() >= Float32::kExponent || magnitude_bits(factor) >= Float32::kExponent)
+    return encode_any_fp8_stochastic<F>(vec, factor, bits);
 #pragma unroll
-  for (int i = 0; i < kVec; ++i) {
-    const std::uint32_t random = random_bits<F::kBits>(bits.w[i / 4], i % 4);
-    out.w[i / 4] |= encode<F, Stochastic>(vec[i] * factor, {random}) << (i % 4 * 8);
+  for (int q = 0; q < 4; ++q) {
+    const std::uint32_t w = bits.w[q], r = __brev(w);
+    const std::uint32_t random[4] = {w & 0xFFFFu, r >> 16, w >> 16, r & 0xFFFFu};
+    std::uint32_t t[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) t[i] = round_fp8_stochastic<F>(vec[4 * q + i] * factor, random[i]);
+    out.w[q] = __byte_perm(__byte_perm(t[0], t[1], 0x73), __byte_perm(t[2], t[3], 0x73), 0x5410);
   }
 #endif
   return out;

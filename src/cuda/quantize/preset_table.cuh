@@ -35,6 +35,8 @@ using Row = Nearest<ScaleRule::kRow, E4M3>;
 using Block = Nearest<ScaleRule::kBlock, E4M3>;
 using Block2d = PresetCast<ScaleRule::kBlock, E4M3, false, false, true>;
 using Mxfp8 = Nearest<ScaleRule::kMx, E4M3>;
+using BlockRandom = PresetCast<ScaleRule::kBlock, E4M3, true, false>;
+using Mxfp8Random = PresetCast<ScaleRule::kMx, E4M3, true, false>;
 using Mxfp8Block2d = PresetCast<ScaleRule::kMx, E4M3, false, false, true>;
 
 // The casts to E2M1 under one rule.
@@ -84,6 +86,8 @@ using Table = List<
     Pair<TensorE5m2, Absent, kOfMemoryRows>,
     Pair<Block, Absent, kEveryRow>,
     Pair<Mxfp8, Absent, kEveryRow>,
+    Pair<BlockRandom, Absent, kRowsWalk>,  // of messages
+    Pair<Mxfp8Random, Absent, kRowsWalk>,
     Pair<Mxfp4::Straight, Absent, kEveryRow>,
     Pair<Mxfp4::Random, Absent, kOfMemoryRows | kSwiGluRowsWalk>,
     Pair<Nvfp4::Straight, Absent, kOfMemoryRows>,
