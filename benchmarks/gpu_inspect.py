@@ -35,7 +35,7 @@ WINDOWS = 8
 
 def inspect_trial(trial: Trial, text: Text, steps: int) -> Inspection:
     """Trains a bf16 run for some steps, and inspects its layers on the windows that follow."""
-    run = Run(Plan.parse(BF16, SEED).first, trial, text, wire="")
+    run = Run(Plan.parse(BF16, SEED).spec, trial, text, wire="")
     run.train_to(steps)
     batch = text.train.gather(run.batches[steps][:WINDOWS])
     with torch.autocast(trial.device, product_dtype(trial.device)):

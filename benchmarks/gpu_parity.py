@@ -10,8 +10,8 @@ runs of one seed differ by the recipe alone. Every window of text is read at mos
     val      mean loss of the whole validation text under the run's recipe
     average  the same of the mean of the weights at every AVERAGE_EVERY-th step of the last tenth
 
-An entry `RECIPE then=OTHER` trains the last 15% of the steps under OTHER. Entries that follow each
-other with the same RECIPE share its first steps, which are trained once.
+Entries are those of `minifloat train`, `RECIPE then=OTHER` among them. Those that follow each other
+with the same RECIPE share its first steps, which are trained once.
 
 An entry `RECIPE wire=SPEC` passes gradients through the wire format of mf.quantize_gradients_, as
 four ranks would send them: each has a quarter of the batch. Compare it with `RECIPE wire=bf16`.
@@ -42,7 +42,14 @@ from _parity_tokens import VOCABULARY, load_tokens
 from _parity_wire import RANKS, WIRE, Wire
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import step as finish_step
-from minifloat.train.config import ModelConfig, RunSpec, parse_entry, parse_model
+from minifloat.train.config import (
+    THEN,
+    ModelConfig,
+    RunSpec,
+    parse_entry,
+    parse_model,
+    steps_before_last,
+)
 from minifloat.train.job.processes import clip_gradients
 from minifloat.train.job.run import BETAS, compile_layers
 from minifloat.train.model.llama import Llama, cross_entropy, init_weights
@@ -53,8 +60,6 @@ FINAL_LR = 0.05  # of the peak, at the last step
 AVERAGE_EVERY = 10  # steps, in the last tenth
 DIGITS = 5  # of a loss, after the point
 TORCHAO = "torchao_"  # begins the name of a run of torchao's: torchao_rowwise
-THEN = " then="  # in an entry: before the recipe of the last steps
-LAST_SHARE = 0.15  # of the steps: those of that recipe (arXiv 2509.25149 ends about so)
 
 
 @dataclass(frozen=True)
@@ -176,37 +181,35 @@ def convert_by_torchao(model: LossLlama, recipe: str) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run: its recipe, that of its last steps where another takes over, and gradients' spec."""
+    """A run, whose name is that of its first steps, and the spec of its gradients."""
 
-    first: RunSpec
-    then: RunSpec | None = None
+    spec: RunSpec
     wire: str = ""  # "": gradients are not sent
 
     @classmethod
     def parse(cls, entry: str, seed: int) -> Plan:
         """Parses an entry as `minifloat train` does, or `RECIPE wire=SPEC then=OTHER`.
 
-        RECIPE may be a torchao run's name. OTHER keeps the layers in high precision that RECIPE
-        keeps.
+        RECIPE may be a torchao run's name.
         """
-        text, _, other = entry.partition(THEN)
+        text, then, other = entry.partition(THEN)
         text, _, wire = text.partition(WIRE)
-        first = parse_entry(f"{text}={BF16}" if text.startswith(TORCHAO) else text, seed)
-        then = replace(parse_entry(other, seed), keep=first.keep) if other else None
-        return cls(first, then, wire)
+        text = f"{text}={BF16}" if text.startswith(TORCHAO) else text
+        spec = parse_entry(f"{text}{then}{other}", seed)
+        return cls(replace(spec, name=spec.name.partition(THEN)[0]), wire)
 
     @property
     def name(self) -> str:
         wire = f"{WIRE}{self.wire}" if self.wire else ""
-        return self.first.name + wire + (f"{THEN}{self.then.name}" if self.then else "")
+        return self.spec.name + wire + (f"{THEN}{self.spec.then}" if self.spec.then else "")
 
     @property
     def recipe(self) -> str:
-        return self.first.name if self.first.name.startswith(TORCHAO) else self.first.recipe
+        return self.spec.name if self.spec.name.startswith(TORCHAO) else self.spec.recipe
 
     @property
     def file_name(self) -> str:
-        spec = replace(self.first, name=self.name)
+        spec = replace(self.spec, name=self.name)
         return f"{spec.folder}_seed_{spec.seed}.jsonl.xz"
 
 
@@ -360,32 +363,33 @@ def train_runs(plans: list[Plan], trial: Trial, data: Path, out: Path, limit: fl
     text = Text(Windows(tokens.train, trial), Windows(tokens.validation, trial))
     seconds, shared, trunk = 0, None, None  # the run of first steps, and its plan
     for plan in missing:
-        start = time.perf_counter()
+        start, spec = time.perf_counter(), plan.spec
         if start - begin + seconds > limit:
-            print(f"{plan.name}, seed {plan.first.seed}: left to another command")
+            print(f"{plan.name}, seed {spec.seed}: left to another command")
             return
         said = {
             "name": plan.name,
             "recipe": plan.recipe,
-            "keep": plan.first.keep,
+            "keep": spec.keep,
             **({"wire": plan.wire} if plan.wire else {}),
-            "seed": plan.first.seed,
+            "seed": spec.seed,
             "trial": asdict(trial),
             "tokens": tokens.fingerprint,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if trial.device == "cuda" else "cpu",
             "date": time.strftime("%Y-%m-%d"),
         }
-        if plan.then is None:
-            run = Run(plan.first, trial, text, plan.wire)
+        if not spec.then:
+            run = Run(spec, trial, text, plan.wire)
         else:
-            if shared is None or trunk != replace(plan, then=None):
-                trunk = replace(plan, then=None)
-                shared = Run(plan.first, trial, text, plan.wire)
-                shared.train_to(round((1 - LAST_SHARE) * trial.steps))
-            run = Run(plan.then, trial, text, plan.wire)
+            first, last = spec.parts
+            if shared is None or trunk != replace(plan, spec=first):
+                trunk = replace(plan, spec=first)
+                shared = Run(first, trial, text, plan.wire)
+                shared.train_to(steps_before_last(trial.steps))
+            run = Run(replace(last, name=spec.then), trial, text, plan.wire)
             run.take_over(shared)
-            said["then"] = plan.then.recipe
+            said["then"] = spec.then
         found = run.record()
         seconds = round(time.perf_counter() - start)
         write_record(out / plan.file_name, {**said, "seconds": seconds, **found})

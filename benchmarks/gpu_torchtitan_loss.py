@@ -260,6 +260,8 @@ def run_job(args: argparse.Namespace, trial: Trial) -> None:
     init_logger()
     (model,) = args.models.split(",")
     spec, tokens = parse_entry(args.entry, args.seed), tokens_of(args)
+    if spec.then:
+        sys.exit(f"--recipes: expected entries without then=, got {args.entry!r}")
     name, sizes = sizes_of(model, 512 if args.tiny else VOCABULARY, args.tiny)
     register(name, trial, tokens, spec.seed, sizes)
     rows = train(args.out / model, options_of(name, spec, trial, args.tiny))

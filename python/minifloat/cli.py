@@ -35,11 +35,12 @@ Trains a small Llama, dense or with mixtures of experts, on real text once a rec
 initial weights on the same batches, and writes curves, checkpoints and a table of the gaps to bf16.
 
 recipes:
-  [NAME=]TEXT[ keep=POLICY][@SEED]
+  [NAME=]TEXT[ keep=POLICY][ then=RECIPE][@SEED]
                           TEXT is a preset, a recipe written out, or a map of module names
   mxfp8                   every linear and expert except the head
   nvfp4 keep=nvfp4_paper  every one except the head and the last blocks, as published
   mxfp8 keep=nothing      every one
+  nvfp4 then=mxfp8        the last 15% of the steps under mxfp8
   mixed=*: nvfp4; layers.0.*: mxfp8
   bf16@2                  another seed: shows the noise of the comparison
 

@@ -41,6 +41,24 @@ def test_records_in_the_repository_are_of_one_trial(parity):
         assert record["val"] == record["evaluations"][str(steps)]
 
 
+@pytest.mark.parametrize(
+    ("entry", "name", "file"),
+    [
+        (
+            "nvfp4 keep=nvfp4_paper then=bf16",
+            "nvfp4 (keep nvfp4_paper) then=bf16",
+            "nvfp4_keep_nvfp4_paper_then_bf16",
+        ),
+        ("bf16 wire=mxfp8 then=nvfp4", "bf16 wire=mxfp8 then=nvfp4", "bf16_wire_mxfp8_then_nvfp4"),
+        ("torchao_rowwise then=bf16", "torchao_rowwise then=bf16", "torchao_rowwise_then_bf16"),
+        ("a=mxfp8 then=bf16", "a then=bf16", "a_then_bf16"),
+    ],
+)
+def test_an_entry_names_its_record(parity, entry, name, file):
+    plan = parity.Plan.parse(entry, 1)
+    assert (plan.name, plan.file_name) == (name, f"{file}_seed_1.jsonl.xz")
+
+
 def run_of(name, seed, losses, tokens_per_s, device="a"):
     steps = len(losses)
     trial = {"steps": steps, "batch": 1, "seq": 100}
@@ -92,7 +110,7 @@ def test_maps_of_the_trial_are_entries_with_the_same_share(parity, tmp_path, mon
     for line in lines:
         plan = parity.Plan.parse(line, 1)
         model = parity.LossLlama(parity.parse_model(trial.model, parity.VOCABULARY), trial.seq)
-        report = parity.quantize_(model, plan.recipe, keep=plan.first.keep, verbose=False)
+        report = parity.quantize_(model, plan.recipe, keep=plan.spec.keep, verbose=False)
         left = {name for name, _ in report.skipped} & operations.keys() - {"output"}
         kept[plan.name] = sum(operations[name] for name in left)
         assert left

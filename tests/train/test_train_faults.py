@@ -129,7 +129,7 @@ def undisturbed(folder, stopped):
     ("fault", "said", "world"),
     [
         ("in step 7", r"`(.*get_total_norm|torch.autograd.backward)", 1),
-        ("gathering step 8", r"`(model, optimizer = dcp.get_state_dict|dist.all_reduce)", 1),
+        ("gathering step 8", r"`(return dcp.get_state_dict|dist.all_reduce)", 1),
         ("writing step 8", "`", 3),
     ],
     ids=lambda value: value if value in FAULTS else "",

@@ -29,8 +29,30 @@ def test_an_unknown_policy_is_refused():
         parse("nvfp4 keep=last")
 
 
+def test_an_entry_names_the_recipe_of_the_last_steps():
+    runs = parse(
+        "nvfp4 then=mxfp8,nvfp4 keep=nvfp4_paper then=bf16@3,bf16 then=bf16,"
+        "a=*: nvfp4; layers.0.*: mxfp8 then=*: mxfp8; output: bf16," + f"nvfp4 then={FP8}"
+    )
+    assert [(run.name, run.recipe, run.keep, run.then) for run in runs] == [
+        ("nvfp4 then=mxfp8", "nvfp4", "head", "mxfp8"),
+        ("nvfp4 (keep nvfp4_paper) then=bf16 (seed 3)", "nvfp4", "nvfp4_paper", "bf16"),
+        ("bf16 then=bf16", "bf16", "head", "bf16"),
+        ("a", "*: nvfp4; layers.0.*: mxfp8", "head", "*: mxfp8; output: bf16"),
+        (f"nvfp4 then={FP8}", "nvfp4", "head", FP8),
+    ]
+    assert runs[1].folder == "nvfp4_keep_nvfp4_paper_then_bf16_seed_3"
+    assert [run.converts for run in runs] == [True, True, False, True, True]
+
+
+@pytest.mark.parametrize("then", ["", "mxfp8 keep=nothing", "mxfp8 then=bf16", "keep=nothing"])
+def test_a_last_recipe_that_is_none_is_refused(then):
+    with pytest.raises(TrainError, match=rf"after then=: expected a recipe \(.*\), got '{then}'"):
+        parse(f"nvfp4 then={then}")
+
+
 def test_a_saved_run_has_every_field():
-    saved = asdict(RunSpec("a", "*: nvfp4", 1, "nothing"))
+    saved = asdict(RunSpec("a", "*: nvfp4", 1, "nothing", "mxfp8"))
     assert asdict(RunSpec.from_json("job", saved)) == saved
     with pytest.raises(TrainError, match="job: keep: expected one of head"):
         RunSpec.from_json("job", saved | {"keep": "all"})

@@ -7,19 +7,21 @@ change. On the command line:
 
     --model    dim,layers,heads,kv_heads,ffn                                 a Llama
                moe:dim,layers,heads,kv_heads,hidden,experts,top_k,shared     with experts
-    --recipes  bf16,mxfp8,"nvfp4 keep=nvfp4_paper"                 [NAME=]TEXT[ keep=POLICY][@SEED]
+    --recipes  bf16,mxfp8,"nvfp4 keep=nvfp4_paper then=mxfp8"
+               entries [NAME=]TEXT[ keep=POLICY][ then=RECIPE][@SEED]
     --recipe   "nvfp4_mlp=layers.*.feed_forward.*: nvfp4; layers.*.attention.*: mxfp8"
 
 TEXT is a preset (`nvfp4`), a recipe written out (`fprop=... dgrad=... wgrad=...`) or a map of
 module names (`*: nvfp4; layers.0.*: bf16`). POLICY says what stays in high precision; without it
-that is mf.quantize_'s default (nn/convert/keep.py). `@SEED` starts the same recipe from other
+that is mf.quantize_'s default (nn/convert/keep.py). RECIPE is a TEXT too, under which the last
+steps train, LAST_SHARE of all, with the same POLICY. `@SEED` starts the same recipe from other
 initial weights and draws other batches: the difference of the two runs is the noise of the
 comparison.
 """
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import ClassVar, cast
 
 from ..moe.router import MOST_EXPERTS
@@ -312,18 +314,28 @@ def refuse(what: str, found: list[str]) -> None:
 SEPARATOR = re.compile(r",(?!\s*fast(?![\w=]))")
 NAME = re.compile(r"\s*([A-Za-z_][\w.+-]*)\s*=(.*)", re.DOTALL)
 POLICY = re.compile(r"(.*\S) keep=(\S*)")
+THEN = " then="  # in an entry: before the recipe of the last steps
+LAST_SHARE = 0.15  # of the steps: those of that recipe (arXiv 2509.25149 changes so near the end)
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 KEEP = kind(f"one of {', '.join(KEEPS)}", lambda value: value in KEEPS)
+LAST_RECIPE = kind(
+    "a recipe (keep= is written before then=)",
+    lambda value: value and not re.search(r" (keep|then)=", f" {value}"),
+)
 
 
 @dataclass(frozen=True)
 class RunSpec(Settings):
-    """One run of the job: its name in every table and file, its recipe, its seed, its policy."""
+    """One run of the job: its name in every table and file, its recipe, its seed, its policy.
+
+    then: the recipe of the last steps; "": the same in all.
+    """
 
     name: str = setting("", checks.TEXT)
     recipe: str = setting("", checks.TEXT)  # or a map: "*: nvfp4; layers.3.*: bf16"
     seed: int = setting(0, checks.SEED)
     keep: Keep = setting(DEFAULT_KEEP, KEEP)  # noqa: RUF009, a text
+    then: str = setting("", checks.TEXT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -334,8 +346,19 @@ class RunSpec(Settings):
             )
 
     @property
+    def parts(self) -> tuple["RunSpec", ...]:
+        """The run under each of its recipes, in their order: `then` is empty in a part."""
+        first = replace(self, then="")
+        return (first, replace(first, recipe=self.then)) if self.then else (first,)
+
+    def part_of(self, step: int, steps: int) -> "RunSpec":
+        """Returns the part that a step belongs to, from 1, in a run of so many steps."""
+        return self.parts[0] if step <= steps_before_last(steps) else self.parts[-1]
+
+    @property
     def converts(self) -> bool:
-        return self.recipe != "bf16"
+        """Whether layers are converted in any step."""
+        return any(part.recipe != "bf16" for part in self.parts)
 
     @property
     def folder(self) -> str:
@@ -343,8 +366,13 @@ class RunSpec(Settings):
         return re.sub(r"[^\w.+-]+", "_", self.name).strip("_")
 
 
+def steps_before_last(steps: int) -> int:
+    """Returns after how many of a run's steps its last ones begin: there is at least one."""
+    return min(round((1 - LAST_SHARE) * steps), steps - 1)
+
+
 def parse_entry(entry: str, seed: int) -> RunSpec:
-    """Parses `[NAME=]TEXT[ keep=POLICY][@SEED]`; without @SEED the run has the job's seed."""
+    """Parses `[NAME=]TEXT[ keep=POLICY][ then=RECIPE][@SEED]`; without @SEED with the job's."""
     text, name, run_seed = re.sub(r"\s+", " ", entry).strip(), "", seed
     if not text.isprintable():
         raise TrainError(f"--recipes: expected printable text, got {shown(text)}")
@@ -355,17 +383,23 @@ def parse_entry(entry: str, seed: int) -> RunSpec:
         found = checks.SEED.read(after.strip())
         require(f"--recipes: {shown(entry)}: after @", checks.SEED, found)
         run_seed, text = int(found), text.strip()
+    text, found_then, then = (part.strip() for part in text.partition(THEN))
+    if found_then:
+        require(f"--recipes: {shown(entry)}: after then=", LAST_RECIPE, then)
     keep = DEFAULT_KEEP
     if match := POLICY.fullmatch(text):
         text, keep = match[1], cast(Keep, match[2])
         require(f"--recipes: {shown(entry)}: after keep=", KEEP, keep)
     if not text:
-        raise TrainError(f"--recipes: expected [NAME=]TEXT[ keep=POLICY][@SEED], got {entry!r}")
+        raise TrainError(
+            f"--recipes: expected [NAME=]TEXT[ keep=POLICY][ then=RECIPE][@SEED], got {entry!r}"
+        )
     if not name:
         name = text if keep == DEFAULT_KEEP else f"{text} (keep {keep})"
+        name += f"{THEN}{then}" if then else ""
     if run_seed != seed:
         name += f" (seed {run_seed})"
-    return RunSpec(name, text, run_seed, keep)
+    return RunSpec(name, text, run_seed, keep, then)
 
 
 def parse_recipes(lists: Iterable[str], entries: Iterable[str], seed: int) -> tuple[RunSpec, ...]:

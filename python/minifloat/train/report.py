@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from .checks import Json
-from .config import RunSpec
+from .config import RunSpec, steps_before_last
 from .durable_files import write_atomically
 from .model.measure import LAST, MEASURE_EVERY, active_experts
 
@@ -80,6 +80,7 @@ def table_rows(
         rows[run.name] = {
             "run": run.name,
             "recipe": run.recipe,
+            "then": run.then,
             "keep": run.keep,
             "seed": run.seed,
             "status": fact.get("status", "not started"),
@@ -173,7 +174,7 @@ NOTES = """\
   shapes, over the time of the step. It is measured every {measure_every} steps, between two of
   them, so other work on the machine slows both alike{light}.
 - saved for backward: bytes a token that the forward saves, and those saved inside linear layers
-  and experts; what does not grow with the tokens is left out.
+  and experts; what does not grow with the tokens is left out; of two recipes the larger.
 - peak memory: {memory_note}.
 """
 
@@ -219,7 +220,10 @@ def markdown_report(facts: Json, rows: Sequence[Json]) -> str:
         count += f"; not finite: {row['not_finite']}" if row["not_finite"] else ""
         if row["inspect_percent"] is not None:
             count += f"; the inspector took {row['inspect_percent']:.2f}% of the steps' time"
-        lines.append(f"- **{row['run']}** (seed {row['seed']}): `{row['recipe']}`; {count}")
+        recipes = f"`{row['recipe']}`"
+        if row["then"]:
+            recipes += f", from step {steps_before_last(facts['steps']) + 1} `{row['then']}`"
+        lines.append(f"- **{row['run']}** (seed {row['seed']}): {recipes}; {count}")
     if facts["skipped_files"]:
         lines += ["", "## Files left out", ""]
         lines += [f"- {name}: {why}" for name, why in facts["skipped_files"][:20]]

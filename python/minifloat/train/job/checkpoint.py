@@ -302,7 +302,8 @@ def require_same_job(
 
 def identity_of(run: RunSpec, config: TrainConfig, tokens: str) -> Json:
     """Returns the fields that a checkpoint and the job that resumes from it must share."""
-    return {**config.identity(), "recipe": run.recipe, "seed": run.seed, "tokens": tokens}
+    own = {"recipe": run.recipe, "then": run.then, "seed": run.seed}
+    return {**config.identity(), **own, "tokens": tokens}
 
 
 def find_starts(out: Path, saved: SavedJob, config: TrainConfig, tokens: str) -> dict[str, Path]:

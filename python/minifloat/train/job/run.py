@@ -1,6 +1,7 @@
 """A run: trains the model under one recipe, from its initial weights or from a checkpoint.
 
     for step in 1 .. steps:
+        the first of the last steps, with `then=`: the model again, under the other recipe
         every MEASURE_EVERY steps: the speed of light, outside the steps' time
         every inspect_every steps: the inspector, outside the steps' time
         batch(seed, step) -> forward, backward in `product_dtype` -> clip -> AdamW -> mf.step
@@ -12,6 +13,7 @@ Parameters and optimizer are fp32. The bytes of the result depend only on the ch
 step.
 """
 
+import gc
 import math
 import time
 import warnings
@@ -25,6 +27,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from ...nn.convert.quantize import quantize_
@@ -65,6 +68,9 @@ class Job:
 def prepare_model(run: RunSpec, config: TrainConfig) -> tuple[nn.Module, Pairs, Pairs]:
     """Builds the model under the run's recipe; bf16 converts nothing.
 
+    Args:
+        run: of one recipe.
+
     Returns:
         (model, converted (name, recipe), skipped (name, reason)).
     """
@@ -104,18 +110,33 @@ def compile_layers(model: nn.Module) -> None:
 
 
 class Run:
-    """The state of one run, with its training step, evaluation and checkpoint."""
+    """The state of one run, with its training step, evaluation and checkpoint.
+
+    It begins at the step of the checkpoint that it resumes from, which `restore` loads, else at 0.
+    """
 
     def __init__(self, spec: RunSpec, job: Job) -> None:
         self.spec, self.job, self.config, self.world = spec, job, job.config, job.world
-        folder = checkpoint.folder_of(job.out, spec)
-        self.checkpoints = folder / "checkpoints"
+        self.folder = checkpoint.folder_of(job.out, spec)
+        self.checkpoints = self.folder / "checkpoints"
         self.fault = ""  # what was not finite in the last step
-        self.step = 0
+        self.start = job.starts.get(spec.name)
+        self.step: int = checkpoint.read_meta(self.start)["step"] if self.start else 0
         self.tokens: measure.Tokens = {}  # of each expert in the last step
         self.memory = measure.PeakMemory(self.config.device)
+        self.options = dcp.StateDictOptions(full_state_dict=self.world.size > 1)
+        self.validation = job.batches.validation_set(self.config.eval_batches)
+        self.build()
+
+    def next_part(self) -> RunSpec:
+        """Returns the part of the run that its next step belongs to."""
+        return self.spec.part_of(self.step + 1, self.config.steps)
+
+    def build(self) -> None:
+        """Builds the model under the recipe of the next step, and what holds the model."""
+        self.part = self.next_part()
         self.model = self.world.shard(
-            prepare_model(spec, self.config)[0],
+            prepare_model(self.part, self.config)[0],
             self.config.expert_parallel,
             self.config.expert_capacity,
         )
@@ -123,9 +144,35 @@ class Run:
             compile_layers(self.model)
         self.optimizer = make_optimizer(self.model, self.config)
         self.loss = measure.loss_in_product_dtype(self.model, self.config.device)
-        self.options = dcp.StateDictOptions(full_state_dict=self.world.size > 1)
-        self.looks = Looks(self.model, self.loss, self.world, folder)
-        self.validation = job.batches.validation_set(self.config.eval_batches)
+        self.looks = Looks(self.model, self.loss, self.world, self.folder)
+
+    def state(self) -> tuple[Json, Json]:
+        """Returns whole parameters, buffers and the optimizer's state, copied only if sharded."""
+        return dcp.get_state_dict(self.model, self.optimizer, options=self.options)
+
+    def load(self, model: Json, optimizer: Json) -> None:
+        """Loads what `state` returned."""
+        dcp.set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=model,
+            optim_state_dict=optimizer,
+            options=self.options,
+        )
+
+    def change_recipe(self) -> None:
+        """Builds the model again under the recipe of the next step, with the same state.
+
+        The state of converted layers ends with them: the new ones have that of a first step. All
+        this is outside the steps' time and their peak memory.
+        """
+        self.looks.close()
+        with self.memory.left_out():
+            state = tree_map_only(Tensor, Tensor.cpu, self.state())
+            del self.model, self.optimizer, self.loss, self.looks
+            gc.collect()  # compiled code holds its model in a cycle
+            self.build()
+            self.load(*state)
 
     def batch(self) -> tuple[Tensor, Tensor]:
         """Returns this process's sequences of the next step."""
@@ -192,7 +239,7 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint: model, optimizer, state of the converted layers."""
-        model, optimizer = dcp.get_state_dict(self.model, self.optimizer, options=self.options)
+        model, optimizer = self.state()
         own = training_state(self.model)
         state = {"model": model, "optimizer": optimizer, "minifloat": own}
         meta = {
@@ -205,31 +252,29 @@ class Run:
     def save_weights(self) -> None:
         """Writes weights.pt; equal values have equal bytes."""
         weights = {name: processes.whole(t).cpu() for name, t in self.model.state_dict().items()}
-        meta = {"config": asdict(self.config), "recipe": self.spec.recipe, "step": self.step}
-        path = checkpoint.folder_of(self.job.out, self.spec) / "weights.pt"
+        recipes = {"recipe": self.spec.recipe, "then": self.spec.then}
+        meta = {"config": asdict(self.config), **recipes, "step": self.step}
+        path = self.folder / "weights.pt"
         write_atomically(path, lambda file: torch.save({"model": weights, **meta}, file))
 
     def restore(self) -> None:
-        """Loads the run's checkpoint, if the job has found and verified one."""
-        found = self.job.starts.get(self.spec.name)
-        if found is None:
+        """Loads the run's checkpoint, if the job has found and verified one.
+
+        That of the last step before a change of recipe has state of the layers that end there.
+        """
+        if (found := self.start) is None:
             return
         meta = checkpoint.read_meta(found)
         try:
             state = torch.load(found / "state.pt", map_location="cpu", weights_only=True)
-            dcp.set_state_dict(
-                self.model,
-                self.optimizer,
-                model_state_dict=state["model"],
-                optim_state_dict=state["optimizer"],
-                options=self.options,
-            )
-            load_training_state(self.model, state["minifloat"])
+            self.load(state["model"], state["optimizer"])
+            if self.part == self.spec.part_of(self.step, self.config.steps):
+                load_training_state(self.model, state["minifloat"])
         except Exception as error:  # torch's loaders raise any type
             if processes.is_of_a_collective(error):
                 raise
             raise TrainError(f"{found}: cannot load it: {checkpoint.reason(error)}") from error
-        self.step, self.memory.highest = meta["step"], meta["peak_bytes"]
+        self.memory.highest = meta["peak_bytes"]
         if meta["torch"] != torch.__version__:
             tqdm.write(
                 f"{self.spec.name}: the checkpoint is torch {meta['torch']}'s, this is "
@@ -251,10 +296,12 @@ def train_run(spec: RunSpec, job: Job, title: str) -> Json:
         # Each step's record has the dropped rows.
         warnings.filterwarnings("ignore", message=r"mf\.step: rank \d+ dropped")
         while run.step < config.steps:
+            if run.part != run.next_part():
+                run.change_recipe()
             if (run.step - first) % measure.MEASURE_EVERY == 0:
                 run.measure_light()
             every = config.inspect_every
-            if every and spec.converts and (run.step + 1) % every == 0:
+            if every and run.part.converts and (run.step + 1) % every == 0:
                 metrics.write("inspect", run.step + 1, run.look())
             values = run.train_step()
             metrics.write("train", run.step, values)

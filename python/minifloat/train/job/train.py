@@ -152,11 +152,27 @@ def require_memory(config: TrainConfig) -> None:
 
 
 def describe_run(run: RunSpec, config: TrainConfig) -> Json:
-    """Describes a run before its start, which finds a recipe that does not fit the model."""
+    """Describes a run before its start; of a run with two recipes, the larger numbers of both."""
+    parts = [describe_part(part, config) for part in run.parts]
+    saved_total, saved_linears = max(saved for _, saved in parts)
+    return {
+        "status": "not started",
+        "converted": max(converted for converted, _ in parts),
+        "saved_total": saved_total,
+        "saved_linears": saved_linears,
+    }
+
+
+def describe_part(run: RunSpec, config: TrainConfig) -> tuple[int, measure.SavedBytes]:
+    """Describes a run of one recipe, which finds one that does not fit the model.
+
+    Returns:
+        (converted layers, bytes saved for backward).
+    """
     try:
         model, converted, skipped = prepare_model(run, config)
         forward = measure.loss_in_product_dtype(model, config.device)
-        saved_total, saved_linears = measure.saved_bytes_per_token(model, config, forward)
+        saved = measure.saved_bytes_per_token(model, config, forward)
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
@@ -169,12 +185,7 @@ def describe_run(run: RunSpec, config: TrainConfig) -> Json:
             f"{run.name}: {len(converted)} {config.model.converted_layers} under "
             f"{run.recipe!r}, {len(skipped)} left as they are (keep={run.keep})"
         )
-    return {
-        "status": "not started",
-        "converted": len(converted),
-        "saved_total": saved_total,
-        "saved_linears": saved_linears,
-    }
+    return len(converted), saved
 
 
 def train_all(
