@@ -42,6 +42,30 @@ def test_written_sequences(name, way):
     require_equal_runs(programs.WRITTEN[name], way)
 
 
+def outputs_of_two_recipes(way):
+    """Trains under one recipe, then in place under another, with one optimizer and one call."""
+    model, outputs = build("mxfp8"), []
+    call, optimizer = way(model), torch.optim.AdamW(model.parameters(), lr=0.01)
+    for step in range(6):
+        if step == 3:
+            mf.restore_(model)
+            mf.quantize_(model, "nvfp4", keep="nothing", seed=1, verbose=False)
+        generator = torch.Generator().manual_seed(step)
+        y = call(torch.randn(programs.ROWS, programs.FEATURES, generator=generator))
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        mf.step(model)
+        outputs.append(y.detach())
+    return outputs
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_another_recipe_in_place_is_compiled_again(way):
+    for got, want in zip(outputs_of_two_recipes(way), outputs_of_two_recipes(programs.run_eager)):
+        require_same(got, want)
+
+
 @pytest.mark.parametrize("way", WAYS[:-1], ids=lambda way: way.__name__)
 def test_recomputed_forwards(way):
     require_equal_runs(2 * RECOMPUTED, way)
