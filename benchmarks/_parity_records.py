@@ -226,7 +226,7 @@ def draw_curves(records: list[Record], path: Path) -> None:
         ranges = [(min(values), max(values)) for values in zip(*each, strict=True)]
         gaps.fill_between(steps, *zip(*ranges, strict=True), alpha=0.12, color=color)
     losses.set(ylabel="training loss, nats a token", ylim=(1.7, 3.0))
-    gaps.set(xlabel="step", ylabel="gap to bf16, %", ylim=(-2, 6))
+    gaps.set(xlabel="step", ylabel="gap to bf16, %", ylim=(-2, 9))
     gaps.axhline(0, color="gray", linewidth=0.8)
     for axes in (losses, gaps):
         axes.legend(title=f"mean of {SMOOTHED} steps; of the last ones", fontsize=8, loc=1)
