@@ -163,6 +163,8 @@ def add_block(step: Step, block: Block, run: Run, is_first: bool) -> None:
     rates = rates_of("bf16" if block.is_root else recipe, machine)
     bits = (16.0, 16.0, 16.0) if block.is_root else gathered_bits(of.gathers or recipe)
     recomputed = 0 if block.is_root else of.recomputed
+    before_forward, before_backward, once = bits
+    before_backward += recomputed * (once - before_backward)  # which reads fprop's direction too
     count, tokens = block.count / of.pp, of.tokens / of.cp / of.tp
     held = (block.parameters + block.routed / of.ep) / of.tp
 
@@ -179,20 +181,23 @@ def add_block(step: Step, block: Block, run: Run, is_first: bool) -> None:
     owned = (block.parameters / shard + block.routed / max(shard, of.ep)) / of.tp
     step.compute += count * owned * ADAMW * of.parameter / (ADAMW_OF_COPY * machine.copy * 1e12)
     if of.zero == 3 and of.ranks > 1:
-        copied = 2 * (bits[0] + bits[1]) / 8 + 2 + of.gradient  # bytes an element
+        copied = 2 * (before_forward + before_backward) / 8 + 2 + of.gradient  # bytes an element
         step.compute += of.micro_batches * count * held * copied / (machine.copy * 1e12)
     step.state += count * owned * STATE * of.parameter
-    step.state += 2 * held * bits[2] / 8 if of.zero == 3 else count * held * (bits[2] / 8 + 2)
+    kept = max(before_forward, before_backward) / 8
+    step.state += 2 * held * kept if of.zero == 3 else count * held * (once / 8 + 2)
 
     add_tokens(step, block, run, count * of.micro_batches)
 
     # Weights: the block before hides a gather, in backward together with the reduction of the block
     # after. Nothing hides the first gather and the last reduction.
-    gather, again, once = (weights_sent(block, b / 8, machine, of) for b in bits)
+    if of.zero == 1:
+        gather, again = weights_sent(block, once / 8, machine, of), Message()
+    else:
+        gather = weights_sent(block, before_forward / 8, machine, of)
+        again = weights_sent(block, before_backward / 8, machine, of)
     reduction = weights_sent(block, of.gradient, machine, of, is_reduced=True)
     times, alone = (of.micro_batches, float(is_first)) if of.zero == 3 else (1, 0.0)
-    if of.zero == 1:
-        gather, again = once, Message()
     step.add(machine, times * alone, gather=gather, reduce_scatter=reduction)
     step.add(machine, times * (count - alone), forward, gather=gather)
     step.add(machine, times * alone, backward, gather=again)
