@@ -34,8 +34,9 @@ from .nn.fuse.mlp import MLP
 from .nn.linear import Linear
 from .nn.state.model_state import load_training_state, step, training_state
 from .recipe import Product, Recipe, RecipeMap, presets
-from .tensor.quantized import Quantized, amax, dequantize, quantize, scaled_mm
+from .tensor.quantized import Quantized, amax, dequantize, quantize
 from .tensor.quantized_tensor import QuantizedTensor
+from .tensor.scaled_mm import scaled_mm
 from .tensor.transforms import (
     check_groups,
     group_table,
