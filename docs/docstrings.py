@@ -30,14 +30,15 @@ def mark(text: re.Match[str]) -> str:
 def read_docstring(app: Sphinx, kind: str, name: str, of: Any, options: Any, lines: list[str]):
     """Marks what is indented outside of Google's sections as literal text, and the rest by words.
 
-    What is returned has no type in these docstrings, as napoleon would read it before a colon.
+    The code of an example stays as it is. What is returned has no type in these docstrings, as
+    napoleon would read it before a colon.
     """
     result, in_section, in_literal = [], False, False
     for line in lines:
         is_indented = line.startswith(" ")
         if line and not is_indented:
             result += [""] if in_literal else []
-            in_section, in_literal = bool(SECTION.match(line)), False
+            in_section, in_literal = bool(SECTION.match(line)), line == "Example:"
         elif is_indented and not in_section and not in_literal:
             result += ["", "::", ""]
             in_literal = True

@@ -24,6 +24,13 @@ class Engine:
         native: whether the GEMM reads the codes; else it reads their values in bf16 (emulated). The
             result of an emulated product is the same but for the order of its sums.
         does: which GEMM it is and, where it is emulated, which GPUs multiply the codes.
+
+    Example:
+        >>> fprop, dgrad, wgrad = mf.engines("fp8_rowwise", (9, 0))
+        >>> fprop.specs, fprop.native
+        ('e4m3/row*e4m3/row,fast', True)
+        >>> fprop.does
+        'an FP8 GEMM with a scale a row'
     """
 
     product: str
@@ -54,6 +61,12 @@ def engines(
     Raises:
         TypeError: an argument of another type.
         ValueError: `recipe` is no recipe, or `capability` no compute capability.
+
+    Example:
+        >>> [engine.native for engine in mf.engines("nvfp4", (9, 0))]  # on an H100
+        [False, False, False]
+        >>> [engine.name for engine in mf.engines("nvfp4", (10, 0))]  # on a B200
+        ['block_scaled', 'block_scaled', 'block_scaled']
     """
     recipe = Recipe(recipe)
     if capability is None:

@@ -46,6 +46,12 @@ def linear(
         TypeError, ValueError: an argument is not as expected.
 
     Source: docs/numerics.md, sections 1 (casts) and 9 (products).
+
+    Example:
+        >>> x, weight = torch.ones(2, 64), torch.full((1, 64), 0.3)  # 0.3125 in E4M3
+        >>> mf.linear(x, weight, recipe="mxfp8")
+        tensor([[20.],
+                [20.]])
     """
     if is_distributed(weight):
         recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
@@ -90,6 +96,12 @@ def linear_group(
 
     Raises:
         TypeError, ValueError: an argument is not as expected.
+
+    Example:
+        >>> wq, wk = torch.ones(64, 64), torch.ones(32, 64)
+        >>> q, k = mf.linear_group(torch.ones(2, 64), [wq, wk], recipe="mxfp8")
+        >>> q.shape, k.shape
+        (torch.Size([2, 64]), torch.Size([2, 32]))
     """
     biases = [None] * len(weights) if biases is None else list(biases)
     rng = None if rng is None else list(rng)
@@ -147,6 +159,12 @@ def scaled_grouped_mm(
         TypeError, ValueError: an argument is not as expected.
 
     Source: docs/numerics.md, sections 1 (casts), 9 (products) and 10 (groups).
+
+    Example:
+        >>> A, B = torch.ones(5, 32), torch.stack([torch.full((32, 1), n) for n in (1.0, 2.0, 3.0)])
+        >>> offs = torch.tensor([2, 2, 5], dtype=torch.int32)  # the second expert has no rows
+        >>> mf.scaled_grouped_mm(A, B, offs, "mxfp8").flatten()
+        tensor([32., 32., 96., 96., 96.], dtype=torch.bfloat16)
     """
     return ops.scaled_grouped_mm(
         A,

@@ -26,6 +26,12 @@ class Product:
         a: spec of the first operand (m, k).
         b: spec of the second operand (n, k).
         fast: whether an FP8 engine may accumulate fast; exact products ignore this.
+
+    Example:
+        >>> wgrad = mf.Product("mxfp8/e5m2", "mxfp8")
+        >>> recipe = mf.Recipe(f"fprop=mxfp8*mxfp8 dgrad=bf16*bf16 wgrad={wgrad}")
+        >>> recipe.wgrad
+        Product(a='mxfp8/e5m2', b='mxfp8', fast=False)
     """
 
     a: str
@@ -70,6 +76,15 @@ class Recipe(Text):
     Raises:
         TypeError: `text` is no str.
         ValueError: `text` is no recipe; the message has the position and the legal texts.
+
+    Example:
+        >>> recipe = mf.Recipe("nvfp4")
+        >>> recipe.wgrad
+        Product(a='nvfp4+sr+rht', b='nvfp4+rht', fast=False)
+        >>> recipe.is_stochastic
+        True
+        >>> mf.Recipe("fprop=mxfp8*mxfp8 dgrad=mxfp8*mxfp8 wgrad=mxfp8*mxfp8")
+        Recipe('mxfp8')
     """
 
     fprop: Product = field(compare=False)
@@ -111,6 +126,11 @@ class RecipeMap(Text):
     Raises:
         TypeError: `text` is no str.
         ValueError: `text` is no recipe map; the message has the position and the legal texts.
+
+    Example:
+        >>> recipes = mf.RecipeMap("*: nvfp4; *.wo: mxfp8")
+        >>> recipes.find("layers.0.wq"), recipes.find("layers.0.wo")
+        (Recipe('nvfp4'), Recipe('mxfp8'))
     """
 
     entries: tuple[tuple[str, Recipe], ...] = field(compare=False)
@@ -143,5 +163,9 @@ def presets() -> list[str]:
 
     Returns:
         The names, in the order of the documentation.
+
+    Example:
+        >>> mf.presets()[:4]
+        ['bf16', 'fp8_tensorwise', 'fp8_delayed', 'fp8_rowwise']
     """
     return list(ops.preset_names())

@@ -26,6 +26,13 @@ def destroy_process_group() -> None:
 
     Raises:
         ValueError, AssertionError: torch.distributed's, of a group that is not there.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> mf.destroy_process_group()
+        >>> dist.is_initialized()
+        False
     """
     import torch.distributed as dist
 

@@ -90,6 +90,14 @@ class Inspection:
         heads: names of modules that mf.quantize_ keeps by its default policy.
         loss: of the batch.
         tokens: T, the rows of x that the loss is a mean over.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> layers = torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)
+        >>> model, loss = torch.nn.Sequential(*layers), lambda model, x: model(x).square().mean()
+        >>> found = mf.inspect(model, torch.randn(128, 64), ["nvfp4"], loss=loss)
+        >>> found.recipe_map(share=0.5)  # for mf.quantize_: half of the operations in bf16
+        RecipeMap('*: nvfp4; 0: bf16')
     """
 
     rows: tuple[LayerRow, ...]

@@ -108,6 +108,13 @@ def grouped_mlp(
         TypeError, ValueError: an argument is not as expected, or the ranks' arguments differ.
 
     Source: docs/moe.md.
+
+    Example:
+        >>> x, w13, w2 = torch.ones(3, 32), torch.ones(4, 128, 32), torch.ones(4, 32, 64)
+        >>> indices = torch.tensor([[0, 3], [1, 3], [2, 3]])  # two experts a token
+        >>> weights = torch.full((3, 2), 0.5)
+        >>> mf.grouped_mlp(x, w13, w2, indices, weights, "mxfp8").shape
+        torch.Size([3, 32])
     """
     inputs = as_sequence(w13, 1)
     names = *input_names(len(inputs)), "w2"

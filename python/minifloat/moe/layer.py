@@ -220,6 +220,11 @@ class MoE(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument is not as expected.
+
+    Example:
+        >>> moe = mf.MoE(64, 32, experts=4, top_k=2, recipe="mxfp8")
+        >>> moe(torch.ones(3, 64)).shape
+        torch.Size([3, 64])
     """
 
     def __init__(

@@ -81,6 +81,13 @@ class Linear(RecipeState, nn.Linear):
 
     Raises:
         TypeError, ValueError: an argument is not as expected.
+
+    Example:
+        >>> layer = mf.Linear(64, 32, recipe="mxfp8")
+        >>> layer
+        Linear(in_features=64, out_features=32, bias=True, recipe='mxfp8')
+        >>> layer(torch.ones(2, 64)).shape
+        torch.Size([2, 32])
     """
 
     TRANSIENT = (*RecipeState.TRANSIENT, TAKER)

@@ -53,6 +53,16 @@ class Quantized:
         groups: the table that mf.group_table returned; None: no groups. Codes, scales and amaxes of
             no group are unspecified.
         group_unit: the unit of groups along the contraction dimension; 0: groups lie along rows.
+
+    Example:
+        >>> q = mf.quantize(torch.full((2, 64), 6.0), "mxfp8")
+        >>> q.codes.shape, q.codes.dtype
+        (torch.Size([2, 64]), torch.uint8)
+        >>> q.scale
+        tensor([[0.0156, 0.0156],
+                [0.0156, 0.0156]], dtype=torch.float8_e8m0fnu)
+        >>> q.amax  # only blocks have one
+        tensor([])
     """
 
     codes: Tensor
@@ -189,6 +199,15 @@ def quantize(
     Source: docs/numerics.md, sections 1 to 7 and 10. MX: OCP Microscaling Formats (MX)
     Specification v1.0. NVFP4: Transformer Engine's order of operations. `+4over6`: arXiv
     2512.02010. `+eden`: arXiv 2601.22813.
+
+    Example:
+        >>> q = mf.quantize(torch.tensor([[0.1, 0.2, 0.4, 6.0] * 8]), "mxfp8")
+        >>> q.codes[0, :4]
+        tensor([ 77,  85,  93, 124], dtype=torch.uint8)
+        >>> q.scale
+        tensor([[0.0156]], dtype=torch.float8_e8m0fnu)
+        >>> mf.dequantize(q)[0, :4]
+        tensor([0.1016, 0.2031, 0.4062, 6.0000])
     """
     require_tensor("quantize: x", x)
     parsed, side = Spec.parse(spec), "col" if columnwise else "row"
@@ -265,6 +284,11 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
         ValueError: its tensors do not fit its spec and shape, or `dtype` is another one.
 
     Source: docs/numerics.md, section 1.
+
+    Example:
+        >>> q = mf.quantize(torch.tensor([[0.1, 0.2, 0.4, 6.0] * 8]), "mxfp4")
+        >>> mf.dequantize(q)[0, :4]
+        tensor([0.0000, 0.0000, 0.5000, 6.0000])
     """
     q = require_quantized("dequantize: q", q)
     return ops.dequantize(
@@ -306,6 +330,11 @@ def amax(
         TypeError: `spec` is no str.
         ValueError: `spec` is no spec, or only its blocks have an amax; `groups` is no table for x,
             or the spec has 2D blocks, which the end of a group would cut.
+
+    Example:
+        >>> x = torch.tensor([[1.0, -3.0], [0.5, 2.0]])
+        >>> mf.amax(x, "e4m3/tensor"), mf.amax(x, "e4m3/row")
+        (tensor(3.), tensor([3., 2.]))
     """
     require_tensor("amax: x", x)
     parsed = Spec.parse(require_text("amax: spec", spec))

@@ -69,6 +69,15 @@ class QuantizedTensor(Tensor):
         TypeError: a part is no Quantized.
         ValueError: both parts are None, or a part's tensors do not fit its spec and shape, or its
             spec rounds stochastically.
+
+    Example:
+        >>> weight = mf.QuantizedTensor.from_tensor(torch.full((32, 64), 0.3), "nvfp4/16x16")
+        >>> weight.rowwise.codes.shape  # two a byte
+        torch.Size([32, 32])
+        >>> layer = torch.nn.Linear(64, 32, bias=False)
+        >>> layer.weight = torch.nn.Parameter(weight)
+        >>> layer(torch.ones(2, 64)).shape
+        torch.Size([2, 32])
     """
 
     rowwise: Quantized | None

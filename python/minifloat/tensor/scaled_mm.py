@@ -53,6 +53,12 @@ def scaled_mm(
             not as expected.
 
     Source: docs/numerics.md, section 9.
+
+    Example:
+        >>> a, b = (mf.quantize(torch.full((n, 32), 0.5), "mxfp8") for n in (2, 3))
+        >>> mf.scaled_mm(a, b)
+        tensor([[8., 8., 8.],
+                [8., 8., 8.]], dtype=torch.bfloat16)
     """
     a_tensors, a_spec, k = _operand("a", a)
     b_tensors, b_spec, b_k = _operand("b", b)

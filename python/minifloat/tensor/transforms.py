@@ -38,6 +38,10 @@ def hadamard(
         ValueError: an argument is not as expected.
 
     Source: docs/numerics.md, sections 6 and 10; the default signs are Transformer Engine's.
+
+    Example:
+        >>> mf.hadamard(16 * torch.eye(16)[:1])[0, :4]  # an outlier is spread over 16 columns
+        tensor([4., 4., 4., 4.], dtype=torch.bfloat16)
     """
     return ops.hadamard(x, points, columnwise, signs, groups=groups, group_unit=group_unit)
 
@@ -59,6 +63,11 @@ def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None, groups: str = "
         ValueError: an argument is not as expected.
 
     Source: the scale layout of cuBLAS's block-scaled products (core/swizzle.h).
+
+    Example:
+        >>> scale = mf.quantize(torch.ones(256, 64), "mxfp8").scale
+        >>> scale.shape, mf.swizzle_scales(scale).shape  # padded to 128x4 tiles
+        (torch.Size([256, 2]), torch.Size([256, 4]))
     """
     return ops.swizzle_scales(scale, offs=offs, groups=groups)
 
@@ -80,6 +89,12 @@ def unswizzle_scales(
 
     Raises:
         ValueError: an argument is not as expected.
+
+    Example:
+        >>> scale = mf.quantize(torch.ones(256, 64), "mxfp8").scale
+        >>> tiles = mf.swizzle_scales(scale)
+        >>> torch.equal(mf.unswizzle_scales(tiles, rows=256, cols=2), scale)
+        True
     """
     return ops.unswizzle_scales(swizzled, rows, cols, offs=offs, groups=groups)
 
@@ -96,6 +111,11 @@ def transpose_codes(codes: Tensor, cols: int) -> Tensor:
 
     Raises:
         ValueError: `codes` does not have ⌈cols / 2⌉ bytes a row.
+
+    Example:
+        >>> codes = torch.tensor([[0x21], [0x43]], dtype=torch.uint8)  # rows: codes 1, 2 and 3, 4
+        >>> [hex(byte) for byte in mf.transpose_codes(codes, cols=2).flatten().tolist()]
+        ['0x31', '0x42']
     """
     return ops.transpose_codes(codes, cols)
 
@@ -121,6 +141,15 @@ def group_table(offs: Tensor, rows: int) -> Tensor:
             large that a boundary would exceed int32.
 
     Source: docs/numerics.md, section 10.
+
+    Example:
+        >>> offs = torch.tensor([3, 3, 8], dtype=torch.int32)  # the second group is empty
+        >>> mf.group_table(offs, rows=8)
+        tensor([[  0,   3,   3,   8],
+                [  0,  16,  32,  48],
+                [  0,  32,  64,  96],
+                [  0,  64, 128, 192],
+                [  0, 128, 256, 384]], dtype=torch.int32)
     """
     return ops.group_table(offs, rows)
 
@@ -138,5 +167,16 @@ def check_groups(enabled: bool) -> bool:
 
     Raises:
         TypeError: `enabled` is no bool.
+
+    Example:
+        >>> offs = torch.tensor([3, 9], dtype=torch.int32)
+        >>> mf.group_table(offs, rows=8)[0]
+        tensor([0, 3, 8], dtype=torch.int32)
+        >>> before = mf.check_groups(True)
+        >>> mf.group_table(offs, rows=8)
+        Traceback (most recent call last):
+        ValueError: group_table: expected ends of groups that rise from 0 to 8 at most, got 9 ...
+        >>> mf.check_groups(before)
+        True
     """
     return ops.check_groups(require_bool("check_groups: enabled", enabled))

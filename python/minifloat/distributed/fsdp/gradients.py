@@ -164,6 +164,17 @@ def quantize_gradients_(model: nn.Module, spec: str = "e4m3/1x128+sr", *, seed: 
             reduce-scatter than torch's; blocks would span parameters that tensor-parallel ranks
             share and others. The model is unchanged then.
         UnknownFsdpError: this torch's FSDP2 has other private names than those that are read here.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> model = torch.nn.Linear(64, 32)
+        >>> model = fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        >>> mf.quantize_gradients_(model, "e4m3/1x128+sr", seed=7)  # between two ranks or more
+        >>> mf.training_state(model)
+        {'gradients.rng': tensor([7, 0])}
+        >>> mf.destroy_process_group()
     """
     model = unwrapped(require_module("quantize_gradients_", model))
     parsed = Spec.parse(spec)

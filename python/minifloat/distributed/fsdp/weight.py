@@ -171,6 +171,16 @@ def precompute_scales(model: nn.Module) -> None:
 
     Returns:
         None: the native batches hold the amaxes, float32.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> layer = mf.Linear(64, 32, recipe="fp8_tensorwise")
+        >>> model = fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
+        >>> y = model(torch.ones(2, 64))  # gathers the weight as codes
+        >>> mf.precompute_scales(model)  # after opt.step()
+        >>> mf.destroy_process_group()
     """
     for batches in sharded_batches(model).values():
         exchange_amaxes(list(batches), list(batches.values()), BOTH_GATHERS)

@@ -111,6 +111,14 @@ def wires(weight: QuantizedTensor) -> tuple[Tensor, ...]:
 
     Raises:
         TypeError: the weight is no QuantizedTensor.
+
+    Example:
+        >>> weight = mf.QuantizedTensor.from_tensor(torch.ones(32, 64), "mxfp8", "mxfp8")
+        >>> rowwise, columnwise = mf.wires(weight)
+        >>> rowwise.data_ptr() == weight.rowwise.codes.data_ptr()
+        True
+        >>> columnwise.shape  # as W, not as its transpose
+        torch.Size([32, 64])
     """
     return plan_of(weight).flat_codes
 
@@ -125,6 +133,13 @@ def attach_wires(weight: QuantizedTensor, memory: Sequence[Tensor]) -> None:
 
     Raises:
         TypeError, ValueError: the weight is no QuantizedTensor, or the memory does not fit.
+
+    Example:
+        >>> weight = mf.QuantizedTensor.from_tensor(torch.ones(32, 64), "nvfp4/16x16")
+        >>> buffer = torch.empty(32 * 32, dtype=torch.uint8)  # for all weights, say
+        >>> mf.attach_wires(weight, [buffer.view(32, 32)])
+        >>> weight.rowwise.codes.data_ptr() == buffer.data_ptr()
+        True
     """
     plan = plan_of(weight)
     if len(memory) != len(plan.flat_codes):
@@ -167,6 +182,14 @@ class WireLayout:
         wires: for each direction with flat codes its weight, offset and byte ranges.
         piece_bytes: bytes of one rank's shard codes.
         numbers: the layout as integers, an argument of the native operators.
+
+    Example:
+        >>> weight = mf.QuantizedTensor.from_tensor(torch.ones(32, 64), "nvfp4/16x16")
+        >>> layout = mf.WireLayout.of([weight], ranks=2)
+        >>> layout.shards(rank=1)  # flat elements
+        [(1024, 2048)]
+        >>> layout.new_piece(like=torch.empty(0)).shape  # bytes of a rank
+        torch.Size([512])
     """
 
     ranks: int

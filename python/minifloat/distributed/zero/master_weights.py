@@ -114,6 +114,15 @@ def quantize_master_weights(
     Raises:
         TypeError: a weight is no QuantizedTensor, or the group no process group.
         ValueError: arguments do not fit, or ranks differ. Nothing is written then.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> weight = mf.QuantizedTensor.from_tensor(torch.zeros(32, 64), "mxfp8/32x32")
+        >>> mf.quantize_master_weights([weight], [torch.ones(32 * 64)], [0], None)
+        >>> weight.dequantize()[0, :4]
+        tensor([1., 1., 1., 1.])
+        >>> mf.destroy_process_group()
     """
     fragments = fsdp_shard_model_weights
     lengths = [len(master_weights), len(start_offsets)]
@@ -185,6 +194,15 @@ def cast_master_weights_to_nvfp4(
 
     Raises:
         TypeError, ValueError: a direction is not NVFP4, or as quantize_master_weights.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> weight = mf.QuantizedTensor.from_tensor(torch.zeros(32, 64), "nvfp4/16x16")
+        >>> mf.cast_master_weights_to_nvfp4([weight], [torch.ones(32 * 64)], [0], None)
+        >>> weight.dequantize()[0, :4]
+        tensor([1., 1., 1., 1.])
+        >>> mf.destroy_process_group()
     """
     for i, weight in enumerate(model_weights):
         for spec in weight.specs if isinstance(weight, QuantizedTensor) else ():
@@ -215,6 +233,14 @@ def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None
 
     Raises:
         TypeError: one is no QuantizedTensor.
+
+    Example:
+        >>> x, spec = torch.zeros(32, 64), "nvfp4/16x16"
+        >>> weight = mf.QuantizedTensor.from_tensor(x, spec, spec)
+        >>> codes = mf.wires(weight)[0].fill_(0x22)  # as a gather writes them: 1.0, twice a byte
+        >>> mf.post_all_gather_processing([weight])
+        >>> weight.columnwise.codes.eq(0x22).all()
+        tensor(True)
     """
     plans = [plan_of(weight) for weight in model_weights]
 

@@ -56,6 +56,15 @@ def expert_parallel(
             model has no mf.MoE that is whole. Nothing has been changed then.
 
     Source: docs/moe.md, "Expert parallelism".
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+        >>> moe = mf.MoE(64, 32, experts=4, top_k=2, recipe="mxfp8")
+        >>> moe = mf.expert_parallel(moe, dist.group.WORLD)
+        >>> moe.experts.w1.shape  # all four, on one rank
+        torch.Size([4, 32, 64])
+        >>> mf.destroy_process_group()
     """
     require_module("expert_parallel", model)
     group = group_of("expert_parallel: mesh", mesh)

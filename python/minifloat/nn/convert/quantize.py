@@ -127,6 +127,15 @@ def quantize_(
         TypeError, ValueError: an argument is not as expected, a text of filter_fqns or a glob of
             the recipe map matches no module, or no layer is left to convert. The model is unchanged
             after any error.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+        >>> report = mf.quantize_(model, "*: mxfp8; 1: bf16")
+        minifloat: 1 converted, 1 not
+          + 0  mxfp8
+          - 1  the recipe map says bf16
+        >>> model[0]
+        Linear(in_features=64, out_features=64, bias=True, recipe='mxfp8')
     """
     model = unwrapped(require_module("quantize_", model))
     delayed = DelayedScaling(amax_history_length, amax_algorithm, margin)
@@ -208,6 +217,14 @@ def restore_(model: nn.Module) -> nn.Module:
         TypeError: `model` is no module.
         ValueError: FSDP2 gathers a weight as codes, or a layer is of a subclass of mf.Linear, which
             was never an nn.Linear. The model is unchanged then.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+        >>> report = mf.quantize_(model, "mxfp8", verbose=False)
+        >>> mf.restore_(model)
+        Sequential(
+          (0): Linear(in_features=64, out_features=32, bias=True)
+        )
     """
     require_module("restore_", model)
     for _, state in converted(model):
@@ -252,9 +269,6 @@ def quantized_model_init(
 ) -> Iterator[None]:
     """Builds each nn.Linear in a `with` statement as an mf.Linear with a quantized weight.
 
-        with mf.quantized_model_init("mxfp8_2d"):
-            model = Model()
-
     Memory never holds the high-precision weights of more than one layer. Streams of random bits
     follow the order of construction, and each layer has a random state of its own. Subclasses of
     nn.Linear, such as the out_proj of nn.MultiheadAttention, are not converted.
@@ -271,6 +285,14 @@ def quantized_model_init(
     Raises:
         TypeError, ValueError: an argument is not as expected, the recipe reads the weight in high
             precision, or the call is inside another quantized_model_init.
+
+    Example:
+        >>> with mf.quantized_model_init("mxfp8_2d"):
+        ...     layer = torch.nn.Linear(64, 32)
+        >>> layer
+        Linear(in_features=64, out_features=32, bias=True, recipe='mxfp8_2d')
+        >>> layer.weight.specs
+        ('mxfp8/32x32', 'mxfp8/32x32')
     """
     recipe = Recipe(recipe)
     require_bool("keep_high_precision_init", keep_high_precision_init)

@@ -36,6 +36,12 @@ class Report:
             that is off.
         fused: (name, sentence) of each feed-forward that is one op.
         not_fused: (name, reason) of each that could be expected to be.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+        >>> report = mf.quantize_(model, "mxfp8", filter_fqns=["1"], verbose=False)
+        >>> report.converted, report.skipped
+        ([('0', 'mxfp8')], [('1', "filter_fqns has '1'")])
     """
 
     converted: list[tuple[str, str]] = field(default_factory=list)

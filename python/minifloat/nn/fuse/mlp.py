@@ -75,6 +75,17 @@ class MLP(nn.Module):
 
     Raises:
         TypeError, ValueError: an argument is not as expected.
+
+    Example:
+        >>> mlp = mf.MLP(64, 128)
+        >>> print(mf.quantize_(mlp, "mxfp8", verbose=False))
+        minifloat: 3 converted, 0 not
+          + gate                mxfp8
+          + up                  mxfp8
+          + down                mxfp8
+          * (the model itself)  gate, up, down and silu are one op
+        >>> mlp(torch.ones(2, 64)).shape
+        torch.Size([2, 64])
     """
 
     mlp_parts: Parts | None = None

@@ -61,6 +61,13 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
     Source: delayed scaling of Transformer Engine (DelayedScaling, amax_history_len,
     amax_compute_algo, margin).
+
+    Example:
+        >>> model = mf.Linear(64, 32, recipe="fp8_delayed")
+        >>> model(torch.full((2, 64), 3.0)).sum().backward()
+        >>> mf.step(model)  # after opt.step()
+        >>> mf.training_state(model)["amax_history"][0, :3]  # of x: active, current, last step
+        tensor([3., 0., 3.])
     """
     require_module("step", model)
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -129,6 +136,12 @@ def training_state(model: nn.Module) -> dict[str, Tensor]:
 
     Raises:
         TypeError: `model` is no module.
+
+    Example:
+        >>> model = mf.Linear(64, 32, recipe="nvfp4", seed=7)
+        >>> y = model(torch.ones(2, 64))
+        >>> mf.training_state(model)  # the seed, and the forwards so far
+        {'rng': tensor([7, 1])}
     """
     require_module("training_state", model)
     state = {join(fqn, "rng"): rng.get() for fqn, rng in states_of(model)}
@@ -151,6 +164,13 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Raises:
         TypeError, ValueError: the state is not one of this model. The model is unchanged then.
+
+    Example:
+        >>> model, resumed = (mf.Linear(64, 32, recipe="nvfp4", seed=7) for _ in range(2))
+        >>> y = model(torch.ones(2, 64))
+        >>> mf.load_training_state(resumed, mf.training_state(model))
+        >>> mf.training_state(resumed)
+        {'rng': tensor([7, 1])}
     """
     wanted = training_state(require_module("load_training_state", model))
     if not isinstance(state, Mapping):
