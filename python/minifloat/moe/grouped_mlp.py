@@ -249,7 +249,7 @@ def require_shapes(
     if weights.dtype not in WEIGHTS:
         raise ValueError(
             "grouped_mlp: expected weights as float32, bfloat16, float16 or float64, got "
-            f"{weights.dtype}; weights.float() converts others"
+            f"{weights.dtype}; convert others by weights.float()"
         )
     if len(histories) != parts + 1:
         raise ValueError(
