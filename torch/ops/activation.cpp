@@ -136,11 +136,15 @@ class BackwardCast {
   QuantizedGradients out_ = {};
 };
 
+void check_gradients(const Tensor& dh, const ActivationArguments& a, const GradientCasts& casts) {
+  check_activation(kBackward, a, &dh, true);
+  if (!a.up) check_unread(kBackward, casts.up, dh);
+  if (casts.h_col.empty()) check_unread(kBackward, casts.h, dh);
+}
+
 QuantizedGradients cast_gradients(const Tensor& dh, const ActivationArguments& a,
                                   const GradientCasts& casts, bool shares_memory) {
-  check_activation(kBackward, a, &dh, true);
-  if (!a.up) check_unread(kBackward, casts.up);
-  if (casts.h_col.empty()) check_unread(kBackward, casts.h);
+  check_gradients(dh, a, casts);
   const ActivationInputs in = inputs_of(kBackward, a, &dh);
   return BackwardCast(in, casts, shares_memory).run();
 }
@@ -170,7 +174,7 @@ EightTensors quantize_activation_op(const Tensor& gate, const MaybeTensor& up,
 
 QuantizedGradients meta_gradients(const Tensor& dh, const ActivationArguments& a,
                                   const GradientCasts& casts) {
-  check_activation(kBackward, a, &dh, true);
+  check_gradients(dh, a, casts);
   QuantizedGradients out;
   out.gate = torch_ops::quantize(a.gate, casts.row, casts.col, casts.gate);
   if (a.up) out.up = torch_ops::quantize(a.gate, casts.row, casts.col, casts.up);

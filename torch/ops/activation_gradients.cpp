@@ -46,7 +46,7 @@ GradientValues allocate(const ActivationArguments& a) {
 GradientValues compute(const Tensor& dh, const ActivationArguments& a, const std::string& h_col,
                        const QuantizeOptions& h, bool shares_memory) {
   check(dh, a);
-  if (h_col.empty()) torch_ops::check_unread(kActivationGradients, h);
+  if (h_col.empty()) torch_ops::check_unread(kActivationGradients, h, dh);
   GradientValues out = allocate(a);
   const Tensor d_gate = dh.is_contiguous() ? dh : dh.contiguous();
   const ActivationInputs in = torch_ops::inputs_of(kActivationGradients, a, &d_gate);

@@ -65,11 +65,14 @@ ActivationInputs inputs_of(const char* op, const ActivationArguments& a, const T
   return in;
 }
 
-void check_unread(const char* op, const QuantizeOptions& options) {
+void check_unread(const char* op, const QuantizeOptions& options, const Tensor& like) {
   for (const auto& [name, t] :
        {std::pair{"amax_row", &options.amax_row}, std::pair{"amax_col", &options.amax_col},
         std::pair{"rng", &options.rng}})
-    if (*t) bridge::check_memory_if_real(op, name, **t);
+    if (*t) {
+      bridge::check_same_device(op, name, **t, like);
+      bridge::check_memory_if_real(op, name, **t);
+    }
 }
 
 Tensor empty_like_gate(const Tensor& gate) {

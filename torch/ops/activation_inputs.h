@@ -21,8 +21,8 @@ struct ActivationInputs {
 ActivationInputs inputs_of(const char* op, const ActivationArguments& a,
                            const Tensor* dh = nullptr);
 
-// Requires options of a cast that is not asked for within their memory.
-void check_unread(const char* op, const QuantizeOptions& options);
+// Requires options of a cast that is not asked for on the device of `like`, within their memory.
+void check_unread(const char* op, const QuantizeOptions& options, const Tensor& like);
 
 // Returns uninitialized memory of gate's shape and dtype.
 Tensor empty_like_gate(const Tensor& gate);
