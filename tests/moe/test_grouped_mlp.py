@@ -354,7 +354,10 @@ def test_checkpoint_with_create_graph():
         ({"weights": torch.zeros(4, 3)}, r"weights \(T, k\)"),
         ({"indices": torch.zeros(4, 2)}, "expected indices as integers"),
         *(
-            ({"weights": torch.ones(4, 2).to(dtype)}, f"float64, got {dtype}; convert others by")
+            (
+                {"weights": torch.ones(4, 2).to(dtype)},
+                f"float64, got {dtype}; convert others by weights.float",
+            )
             for dtype in (torch.complex64, torch.bool, torch.int64, torch.float8_e4m3fn)
         ),
         ({"recipe": "nvfp4"}, "needs rng"),

@@ -110,8 +110,9 @@ void MasterCasts::quantize(const Tensors& masters, const Numbers& starts, const 
     const MatrixShards shards(*direction.cast, count, masters[direction.owner],
                               starts[direction.owner]);
     if (has_fragments && count != 1) shards.check_fragment(fragments[i]);
-    for (const Tensor& codes : direction.codes)  // also where fragments are written instead
-      bridge::check_memory(kQuantize, "flat codes", codes);
+    if (has_fragments)  // written instead of the flat codes, which the cast then does not check
+      for (const Tensor& codes : direction.codes)
+        bridge::check_memory(kQuantize, "flat codes", codes);
     for (std::int64_t e = 0; e < count; ++e) {
       Tensor master = shards.master, codes = has_fragments ? fragments[i] : direction.codes[e];
       std::int64_t start = shards.start;
