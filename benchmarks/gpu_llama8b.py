@@ -1,6 +1,7 @@
 """A whole Llama3-8B on one GPU: each recipe's tokens/s, MFU, peak memory, and largest batch.
 
     python benchmarks/gpu_llama8b.py --limit 540     # again: the recipes that have no record yet
+    python benchmarks/gpu_llama8b.py --recipes ""    # prints the tables alone
     python benchmarks/gpu_llama8b.py --tiny          # on a CPU, to try the script
 
 32 layers of dim 4096, 32 heads, 8 key/value heads, hidden width 14336, vocabulary 128,256;
@@ -383,15 +384,16 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
     parser.add_argument("--recipe", choices=RECIPES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    trial = TINY if arguments.tiny else Trial()
-    device = timing.device_name(timing.require_device(trial.device))
-    if arguments.recipe:
-        run_recipe(arguments.recipe, trial, device, arguments.out)
-        return 0
-    names = arguments.recipes.split(",")
+    names, are_done = [name for name in arguments.recipes.split(",") if name], True
     if unknown := [name for name in names if name not in RECIPES]:
         sys.exit(f"--recipes: expected some of {', '.join(RECIPES)}, got {', '.join(unknown)}")
-    are_done = run_missing(names, device, arguments.out, arguments.limit)
+    if names:
+        trial = TINY if arguments.tiny else Trial()
+        device = timing.device_name(timing.require_device(trial.device))
+        if arguments.recipe:
+            run_recipe(arguments.recipe, trial, device, arguments.out)
+            return 0
+        are_done = run_missing(names, device, arguments.out, arguments.limit)
     print_tables([RESULTS, arguments.out])
     return 0 if are_done else 1
 
