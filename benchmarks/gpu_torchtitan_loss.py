@@ -283,7 +283,9 @@ def run_job(args: argparse.Namespace, trial: Trial) -> None:
 
 # ---- All runs ------------------------------------------------------------------------------------
 def folders_of(args: argparse.Namespace, model: str) -> list[Path]:
-    return [RESULTS / f"torchtitan_{model}", args.out / model]
+    """Returns where records are looked for; a tiny run has those of --out alone."""
+    own = args.out / model
+    return [own] if args.tiny else [RESULTS / f"torchtitan_{model}", own]
 
 
 def run_entry(args: argparse.Namespace, model: str, entry: str, seed: int) -> bool:
