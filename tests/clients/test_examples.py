@@ -47,6 +47,23 @@ RUNS = {
         ["moment: OptimState8bit torch.uint8"],
     ),
     "train_pipeline": (TWO, {}, []),
+    "train_megatron": (
+        TWO,
+        {},
+        [
+            "bf16: weights of the ranks equal: True",
+            "bf16: resumed weights equal: True",
+            "codes: weights of the ranks equal: True",
+            "codes: resumed weights equal: True",
+            "codes: losses equal bf16's: True",
+            "codes: casts of bf16's weights: True",
+        ],
+    ),
+    "train_megatron nvfp4_pow2": (
+        TWO,
+        {},
+        ["bf16: weights of the ranks equal: True", "bf16: resumed weights equal: True"],
+    ),
     "train_zero3": (
         TWO,
         {},
@@ -63,7 +80,8 @@ def test_all_examples_run():
     assert files == {re.split("[ ,]", name)[0] for name in RUNS}
 
 
-QUICK = ("train_one_gpu fp8_delayed", "train_fsdp2 fp8_rowwise")  # the two that README names
+# Those that README and docs/megatron.md begin with.
+QUICK = ("train_one_gpu fp8_delayed", "train_fsdp2 fp8_rowwise", "train_megatron")
 
 
 @pytest.mark.parametrize(
