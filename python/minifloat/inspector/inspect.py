@@ -181,7 +181,7 @@ def statistics(
 
 def length() -> int:
     """Returns the length of the vector of one operand."""
-    return len(ops.statistic_names()) + 256
+    return ops.operand_statistics(torch.empty(0, 0, device="meta"), "mxfp8").numel()
 
 
 def history_of(layer: Layer, recipe: Recipe, product: Product) -> Tensor | None:
@@ -243,7 +243,7 @@ def row_of(layer: Layer, recipe: Recipe, vectors: Tensor, operations: int, token
 
 
 def operand_row(name: str, spec: str, part: Tensor) -> OperandRow:
-    """Returns the row of an operand from a vector a product."""
+    """Returns the row of an operand from a vector a product; what is NaN there is not known."""
     names, added = ops.statistic_names(), part.sum(0).tolist()
     n = dict(zip(names, added))
     noise = ratio(n["noise"], n["signal"])

@@ -23,8 +23,9 @@ class OperandRow:
     """What one cast did to one operand of a layer.
 
     Args:
-        operand: its name, such as "x/fprop" (the op operand_names lists them).
-        spec: of the cast.
+        operand: its name, such as "x/fprop" (the op operand_names lists them); "x" of mf.errors.
+        spec: of the cast, or the name of a mf.Rule. A rule has neither codes nor scales, so what is
+            said of them is NaN, and `scales` is empty.
         elements: their number.
         snr_db: 10 log10 of the sum of squares over that of the error; inf where it is exact.
         saturated: the share of elements past the largest code of their block.
@@ -131,24 +132,12 @@ class Inspection:
 
     def operand_table(self) -> str:
         """Returns a line an operand: what its cast did, and the range of its scales."""
-        titles = ["layer", "operand", "spec", "dB", "saturated", "flushed to 0", "zero scales"]
-        titles += ["outlier channels", "not finite", "amax", "scales 2^n: least, median, most"]
         lines = [
-            [
-                display(row.layer),
-                each.operand,
-                each.spec,
-                decibels(each.snr_db),
-                *(f"{100 * s:.3f}%" for s in (each.saturated, each.flushed, each.zero_scales)),
-                f"{each.outlier_channels} of {each.channels}",
-                str(each.nonfinite),
-                f"{each.amax:.2e}",
-                range_of(each.scales),
-            ]
+            [display(row.layer), each.operand, *cells_of(each)]
             for row in self.rows
             for each in row.operands
         ]
-        return markdown([titles, *lines])
+        return markdown([["layer", "operand", *TITLES], *lines])
 
     def plot(self, path: str | os.PathLike[str] | BinaryIO) -> None:
         """Writes a heat map of dB, layers by operands, a panel a recipe; needs matplotlib."""
@@ -230,6 +219,27 @@ def harm_of(loss: float, operations: int) -> float:
 def operand_names_of(rows: Sequence[LayerRow]) -> list[str]:
     """Returns the names of the operands that some row has."""
     return list(dict.fromkeys(each.operand for row in rows for each in row.operands))
+
+
+TITLES = ["spec", "dB", "saturated", "flushed to 0", "zero scales"]
+TITLES += ["outlier channels", "not finite", "amax", "scales 2^n: least, median, most"]
+
+
+def cells_of(row: OperandRow) -> list[str]:
+    """Returns the numbers of an operand as text, in the order of TITLES."""
+    return [
+        row.spec,
+        decibels(row.snr_db),
+        *map(percent, (row.saturated, row.flushed, row.zero_scales)),
+        f"{row.outlier_channels} of {row.channels}",
+        str(row.nonfinite),
+        f"{row.amax:.2e}",
+        range_of(row.scales),
+    ]
+
+
+def percent(share: float) -> str:
+    return "-" if math.isnan(share) else f"{100 * share:.3f}%"
 
 
 def decibels(value: float) -> str:
