@@ -23,6 +23,8 @@ from .engine_choice import Engine, engines
 from .functional import linear, linear_group, scaled_grouped_mm
 from .inspector.inspect import inspect
 from .inspector.inspection import Inspection
+from .lab.errors import Errors, errors
+from .lab.rules import Rule, fake_quantize, round_to
 from .moe import hooks as _moe_hooks  # registers functions for models with experts
 from .moe.grouped_mlp import grouped_mlp
 from .moe.layer import MoE
@@ -49,6 +51,7 @@ from .tensor.transforms import (
 __all__ = [
     "MLP",
     "Engine",
+    "Errors",
     "Inspection",
     "Linear",
     "MoE",
@@ -58,6 +61,7 @@ __all__ = [
     "Recipe",
     "RecipeMap",
     "Report",
+    "Rule",
     "WireLayout",
     "amax",
     "attach_wires",
@@ -67,7 +71,9 @@ __all__ = [
     "dequantize",
     "destroy_process_group",
     "engines",
+    "errors",
     "expert_parallel",
+    "fake_quantize",
     "group_table",
     "grouped_mlp",
     "hadamard",
@@ -85,6 +91,7 @@ __all__ = [
     "quantize_master_weights",
     "quantized_model_init",
     "restore_",
+    "round_to",
     "scaled_grouped_mm",
     "scaled_mm",
     "step",
