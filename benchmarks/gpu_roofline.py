@@ -9,10 +9,11 @@ Reads the results of gpu_casts.py and gpu_linear.py; measures nothing.
               fewest bytes of the casts at the speed of a copy
 
 --markdown prints the tables, or, with a page, replaces the text between the two comments that name
-this script. To update a page's figure and tables after a run:
+this script. To update a page's tables after a run:
 
-    python benchmarks/gpu_roofline.py --png docs/images/gpu_roofline.png \
-        --markdown docs/measured/casts.md
+    python benchmarks/gpu_roofline.py --markdown docs/measured/casts.md
+
+The figure has the bars of both scripts; tables of pages have none.
 """
 
 from __future__ import annotations
@@ -103,55 +104,42 @@ def ceilings(rows: list[Row]) -> str:
     return ", ".join(f"{speed:.2f}" for speed in speeds)
 
 
-def bar_text(row: Row) -> str:
-    if row["bar"] is None:
-        return ""
-    goal = f" ({percent(row['goal'], 0)})" if row["goal"] else ""
-    below = ", missed" if missed(row["of_ceiling"], row["bar"]) else ""
-    return f"{percent(row['bar'], 0)}{goal}{below}"
-
-
 def casts_table(rows: list[Row]) -> list[str]:
     """Formats a line a kernel: the first shape in full, the others as time and fraction."""
     first, *others = shapes_of(rows)
     at = {(row["name"], row["shape"]): row for row in rows}
-    head = ["kernel", f"µs at {first}", "TB/s", "of copy", "bar (goal)"]
+    head = ["kernel", f"µs at {first}", "TB/s", "of copy"]
     head += [f"{shape}: µs, of copy" for shape in others]
     body = []
     for name in dict.fromkeys(row["name"] for row in rows):
         row = at.get((name, first))
-        line = [name.replace(": rowwise + ", ": rowwise, "), "", "", "", ""]
+        line = [name.replace(": rowwise + ", ": rowwise, "), "", "", ""]
         if row:
-            line[1:3] = [f"{row['us']:.1f}", f"{row['tb_s']:.2f}"]
-            line[3:] = [percent(row["of_ceiling"]), bar_text(row)]
+            line[1:] = [f"{row['us']:.1f}", f"{row['tb_s']:.2f}", percent(row["of_ceiling"])]
         for shape in others:
             other = at.get((name, shape))
             line.append(f"{other['us']:.1f}, {percent(other['of_ceiling'])}" if other else "")
         body.append(line)
     here = [row for row in rows if row["shape"] == first]
-    barred = [row for row in here if row["bar"] is not None]
-    met = sum(not missed(row["of_ceiling"], row["bar"]) for row in barred)
     note = (
-        f"{met} of {len(barred)} bars met. Device copies of the run, one a size of input, in the "
-        f"table's order: {ceilings(here)} TB/s."
+        "Device copies of the run, one a size of input, in the table's order: "
+        f"{ceilings(here)} TB/s."
     )
     return [*table(head, body), *textwrap.wrap(note, 100), ""]
 
 
 def layers_table(rows: list[Row]) -> list[str]:
-    head = ["layer", "ms", "speed, bf16 = 1", "bar", "floor, ms", "above it", "kept", "peak MiB"]
+    head = ["layer", "ms", "speed, bf16 = 1", "floor, ms", "above it", "kept", "peak MiB"]
     lines = []
     for shape in shapes_of(rows):
         body = []
         for row in (row for row in rows if row["shape"] == shape):
             floor = row["floor_ms"]
-            below = ", missed" if missed(row["speed"], row["bar"]) else ""
             body.append(
                 [
                     row["layer"],
                     f"{row['ms']:.3f}",
                     f"{row['speed']:.2f}",
-                    "" if row["bar"] is None else f"{row['bar']:.2f}{below}",
                     "" if floor is None else f"{floor:.3f}",
                     "" if floor is None else percent(row["ms"] / floor - 1),
                     "" if row["saved"] is None else f"{row['saved']:.3f}",
