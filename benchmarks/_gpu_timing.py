@@ -177,6 +177,20 @@ def percent(fraction: float | None) -> str:
 
 
 def write_json(path: Path, device: torch.device, **content: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Writes what was run and its results: a field a line, of a list of rows a row a line."""
     about = {"device": device_name(device), "torch": torch.__version__}
-    path.write_text(json.dumps({**about, **content}, indent=1))
+    about |= {"date": time.strftime("%Y-%m-%d"), "command": " ".join(["python", *sys.argv])}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(as_lines({**about, **content}), encoding="utf-8")
+
+
+def as_lines(content: Mapping[str, Any]) -> str:
+    """Returns JSON with a field a line, of a list of rows a row a line."""
+
+    def text_of(value: Any) -> str:
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            return "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        return json.dumps(value)
+
+    fields = (f" {json.dumps(name)}: {text_of(value)}" for name, value in content.items())
+    return "{\n" + ",\n".join(fields) + "\n}\n"

@@ -100,6 +100,23 @@ def training_seconds(record: Record) -> float:
     return trial["steps"] * trial["batch"] * trial["seq"] / record["tokens_per_s"]
 
 
+def runs_on_one_gpu(records: list[Record]) -> dict[str, list[tuple[Record, Record]]]:
+    """Returns each recipe's runs on bf16's kind of GPU, each with bf16's of the same seed."""
+    base = {record["seed"]: record for record in records if record["name"] == BF16}
+    pairs: dict[str, list[tuple[Record, Record]]] = {}
+    for record in records:
+        other = base.get(record["seed"])
+        if other and other["device"] == record["device"]:
+            pairs.setdefault(record["name"], []).append((record, other))
+    return pairs
+
+
+def relative_seconds(pairs: list[tuple[Record, Record]]) -> float:
+    """Returns the mean time of training over that of bf16's runs."""
+    own, base = (statistics.mean(map(training_seconds, runs)) for runs in zip(*pairs, strict=True))
+    return own / base
+
+
 def gap_at_equal_time(record: Record, base: Record) -> float:
     """Returns the gap in percent of the training loss when the faster of two runs has ended.
 
@@ -148,18 +165,12 @@ def table(losses: dict[str, dict[int, float]], base: str = BF16) -> str:
 
 def speed_table(records: list[Record]) -> str:
     """Formats the time of training and the gap at equal time, of runs on bf16's kind of GPU."""
-    base = {record["seed"]: record for record in records if record["name"] == BF16}
-    pairs: dict[str, list[tuple[Record, Record]]] = {}
-    for record in records:
-        other = base.get(record["seed"])
-        if other and other["device"] == record["device"]:
-            pairs.setdefault(record["name"], []).append((record, other))
     lines = ["| recipe | seeds | seconds of training | of bf16's | gap at equal time |"]
     lines.append("|---|---|---|---|---|")
     rows = []
-    for name, found in pairs.items():
+    for name, found in runs_on_one_gpu(records).items():
         seconds = statistics.mean(training_seconds(record) for record, _ in found)
-        ratio = seconds / statistics.mean(training_seconds(other) for _, other in found)
+        ratio = relative_seconds(found)
         gaps = [gap_at_equal_time(*pair) for pair in found]
         error = standard_error(gaps)
         shown = percent(statistics.mean(gaps), "+") + (f" ± {error:.2f}%" if error else "")
