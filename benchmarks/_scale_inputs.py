@@ -13,6 +13,7 @@ import re
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import takewhile
 from math import ceil
 
 import _gpu_timing as timing  # first: it makes minifloat importable
@@ -141,7 +142,7 @@ def read_rows(page: str, first: str) -> list[list[str]]:
     _, found, rest = text.partition(f"\n| {first}")
     if not found:
         sys.exit(f"scale.py: expected a table that begins with {first!r} in {page}, found none")
-    lines = rest.split("\n\n")[0].replace("`", "").splitlines()[2:]
+    lines = takewhile(lambda line: line.startswith("|"), rest.replace("`", "").splitlines()[2:])
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
 
 
@@ -161,7 +162,7 @@ def measured_rates() -> dict[str, Rates]:
     """
     steps: dict[str, float] = {}
     for cells in read_rows("step.md", "recipe | options | step"):
-        name = cells[0].replace(" (exact products)", "").replace("1x128 and 128x128 ", "")
+        name = cells[0].replace(" (exact products)", "")
         steps.setdefault(name, number(cells[2]))
         steps.setdefault("bf16", number(cells[3]))
     of_bf16, *layers = read_rows("experts.md", "recipe | D 7168, I 2048, 8 experts, k 2 | D 2048")

@@ -1,7 +1,6 @@
 """A training step of four Llama3-8B blocks on one GPU, beside bf16, torchao and Transformer Engine.
 
     python benchmarks/gpu_blocks.py [--recipes fp8_delayed,…] [--peers torchao] [--fuse] [--profile]
-    python benchmarks/gpu_blocks.py --plot blocks.png --out rows.json     draws rows of a former run
 
 step     forward, backward and fused AdamW under torch.compile, batch 2 x 8192, median of steps
 peak     GiB of a step, parameters and optimizer state included
@@ -14,13 +13,12 @@ Engine run where they can be imported; Transformer Engine's blocks are its own, 
 from __future__ import annotations
 
 import gc
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
@@ -274,27 +272,6 @@ def judge(rows: list[Row]) -> bool:
     return is_met
 
 
-def plot(rows: list[Row], path: Path) -> None:
-    """Draws a bar a recipe, with a part for each kind of kernels."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    rows = [row for row in rows if row.kinds]
-    figure, axes = plt.subplots(figsize=(9, 4.5))
-    left = [0.0] * len(rows)
-    for kind in ("products", "attention", "casts", "optimizer", "the rest"):
-        ms = [row.kinds.get(kind, 0.0) for row in rows]
-        axes.barh([row.name for row in rows], ms, left=left, label=kind)
-        left = [a + b for a, b in zip(left, ms)]
-    axes.invert_yaxis()
-    axes.set_xlabel("ms of a step's kernels")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, 1.12), ncols=5)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-
-
 def main() -> int:
     parser = timing.arguments(__doc__, "gpu_blocks.json")
     parser.add_argument("--recipes", default=",".join(BARS), help="%(default)s")
@@ -302,12 +279,7 @@ def main() -> int:
     parser.add_argument("--fuse", action="store_true", help="mf.quantize_(…, fuse=True)")
     parser.add_argument("--memory", default="speed", help="mf.quantize_(…, memory=…): %(default)s")
     parser.add_argument("--profile", action="store_true", help="also the time of kinds of kernels")
-    parser.add_argument("--plot", type=Path, help="draw the rows of --out, and measure nothing")
     arguments = parser.parse_args()
-    if arguments.plot:
-        found = json.loads(arguments.out.read_text())["rows"]
-        plot([Row(**row) for row in found], arguments.plot)
-        return 0
     device = timing.require_device(arguments.device)
     sizes = Sizes(*QUICK) if arguments.quick else Sizes(LAYERS, BATCH, TOKENS)
     recipes = [r for r in arguments.recipes.split(",") if r]
@@ -327,7 +299,8 @@ def main() -> int:
         )
         print(f"{name}: {rows[-1].ms:.2f} ms, {rows[-1].peak_gib:.2f} GiB", flush=True)
     is_met = judge(rows)
-    timing.write_json(arguments.out, device, rows=[asdict(row) for row in rows])
+    versions = {peer: version(peer) for peer in peers}
+    timing.write_json(arguments.out, device, peers=versions, rows=[asdict(row) for row in rows])
     return 0 if is_met else 1
 
 

@@ -1,8 +1,9 @@
 """The site: `make docs` builds it from the pages of this repository into build/site.
 
 Pages are those of docs/. README.md, CHANGELOG.md and CONTRIBUTING.md are outside of that folder:
-pages of docs/ include them, the README by sections. Relative links are written for the repository;
-`localise` turns them into the site's. A link to a file that is no page becomes a copy of the file.
+pages of docs/ include them, of the README the first screen and the list of pages. Relative links
+are written for the repository; `localise` turns them into the site's. A link to a file that is no
+page becomes a copy of the file.
 
 Python's names come from their docstrings (docstrings.py). minifloat is imported without its native
 library, so that the pages alone need no build.
@@ -44,6 +45,7 @@ myst_heading_anchors = 4
 html_theme = "furo"
 html_title = f"minifloat {version}"
 html_copy_source = False
+html_show_copyright = False
 
 add_module_names = False
 autodoc_default_options = {"members": True, "member-order": "bysource"}
@@ -53,15 +55,10 @@ napoleon_use_ivar = True
 
 # ---- Links ---------------------------------------------------------------------------------------
 LINK = re.compile(r"(!?\[([^\]]*)\])\((?![a-z]+:)([^)\s#]*)(#[^)\s]*)?\)")
-SECTION_OF_README = re.compile(r'README\.md\n:start-after: "## (.*)"')
 
-# The pages of files above docs/, and of the sections of README.md.
+# The pages of files above docs/.
 PAGES = {"README.md": "index.md"}
 PAGES |= {name: name.lower() for name in ("CHANGELOG.md", "CONTRIBUTING.md")}
-for page in DOCS.rglob("*.md"):
-    for title in SECTION_OF_README.findall(page.read_text(encoding="utf-8")):
-        anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-        PAGES[f"README.md#{anchor}"] = f"{page.relative_to(DOCS).as_posix()}#{anchor}"
 
 
 def localise(text: str, file: Path) -> str:
@@ -75,8 +72,8 @@ def localise(text: str, file: Path) -> str:
         if target.is_dir():  # which is neither a page nor a file to copy
             return words
         name = target.relative_to(ROOT).as_posix()
-        place = PAGES.get(name) or os.path.relpath(target, DOCS)
-        return f"{label}(/{PAGES.get(name + anchor) or place + anchor})"
+        place = PAGES.get(name, os.path.relpath(target, DOCS))
+        return f"{label}(/{place}{anchor})"
 
     return LINK.sub(replace, text)
 

@@ -1,5 +1,5 @@
-// The recipe grammar: texts round-trip, errors have positions. tests/test_recipe.py compares the
-// presets with README.md's table.
+// The recipe grammar: texts round-trip, errors have positions. tests/tools/test_tables.py compares
+// the presets with the table of docs/reference/grammar.md.
 #include "minifloat/recipe.h"
 
 #include <gtest/gtest.h>

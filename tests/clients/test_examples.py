@@ -80,7 +80,7 @@ def test_all_examples_run():
     assert files == {re.split("[ ,]", name)[0] for name in RUNS}
 
 
-# Those that README and docs/megatron.md begin with.
+# Those that docs/quickstart.md and docs/megatron.md begin with.
 QUICK = ("train_one_gpu fp8_delayed", "train_fsdp2 fp8_rowwise", "train_megatron")
 
 

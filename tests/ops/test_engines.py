@@ -1,6 +1,5 @@
 """The engine of each product on GPUs of any capability. The choice needs no GPU."""
 
-import itertools
 import re
 from pathlib import Path
 
@@ -124,21 +123,6 @@ def test_engines_of_a_recipe():
             mf.engines("nvfp4", bad)
     with pytest.raises(ValueError, match="engines: capability: expected at least 0"):
         mf.engines("nvfp4", (-1, 0))
-
-
-def test_the_readmes_table():
-    text = (Path(__file__).parents[2] / "README.md").read_text()
-    table = text[text.index("## What runs where") : text.index("`mf.engines(")]
-    header, _, *rows = [line for line in table.splitlines() if line.startswith("|")]
-    presets = [re.findall(r"`(\w+)`", cell) for cell in header.split("|")[2:-2]]
-    assert len(rows) == 6
-    for row in rows:
-        gpus, *words = [cell.strip() for cell in row.split("|")[1:-2]]
-        capabilities = re.findall(r"\((\d+)\.(\d)\)", gpus) or [(0, 0)]
-        for (major, minor), (names, word) in itertools.product(capabilities, zip(presets, words)):
-            for name in names:
-                engines = mf.engines(name, (int(major), int(minor)))
-                assert {e.native for e in engines} == {word == "native"}, (gpus, name)
 
 
 def current():

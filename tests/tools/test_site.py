@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 
 
-def read_groups_of_readme():
-    """Returns the names of each row of the README's API table, by the row's title."""
-    table = (ROOT / "README.md").read_text().split("## API\n")[1].split("\n\n")[1]
+def read_groups_of_table():
+    """Returns the names of each row of the API table, by the row's title."""
+    table = (REFERENCE / "python.md").read_text().split("## API\n\n")[1].split("\n\n")[0]
     rows = re.findall(r"^\| ([^|]+) \| (.*) \|$", table, re.MULTILINE)[1:]
     return {title: re.findall(r"`(?:mf\.)?(\w+)[^`]*`", names) for title, names in rows}
 
@@ -34,9 +34,9 @@ def test_each_public_name_has_one_entry_of_its_kind():
     assert entries == sorted(("class" if kinds[n] else "function", n) for n in kinds)
 
 
-def test_entries_are_grouped_as_in_the_readme():
+def test_entries_are_grouped_as_in_the_table():
     entries = {title.lower(): [n for _, n in group] for title, group in read_entries().items()}
-    assert entries == {title.lower(): names for title, names in read_groups_of_readme().items()}
+    assert entries == {title.lower(): names for title, names in read_groups_of_table().items()}
 
 
 def test_each_header_is_on_the_page():
