@@ -1,10 +1,14 @@
-"""Check the pages: links have targets, and lines end at 100 columns.
+"""Check the pages: links have targets, commands exist, and lines end at 100 columns.
 
 usage: check_docs.py [--self-test]
 
 Reads the Markdown files at the root and under docs/. A link [text](path#heading) is right when the
 path exists and, where it names a heading of a Markdown file, that heading exists too. A line may be
 longer than 100 columns in a table, and where a link or an address makes it long.
+
+A command stands in a block or between backticks. It is right when what it names exists: targets and
+variables of the Makefile, presets of CMake, files of the tree, subcommands of `minifloat`, options
+of `minifloat` and of scripts. Words with $, * or … are not compared.
 
 CONTRIBUTING.md is the map of the tree: each folder that holds sources is named there, as `tools/`,
 and each path that stands there exists.
@@ -16,9 +20,11 @@ Python are ruff's.
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from string import Template
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = 100
@@ -31,7 +37,7 @@ CXX_SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
 SKIPPED = {"__pycache__", "lib"}
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
-FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^ *(```|~~~)(\S*)[^\n]*\n(.*?)^ *\1\s*$", re.DOTALL | re.MULTILINE)
 CODE_SPAN = re.compile(r"`[^`\n]+`")
 # An image, the target of a link but not its text, an address.
 UNBREAKABLE = re.compile(r"!\[[^\]]*\]\([^)\s]+\)|\]\([^)\s]+\)|\w+://\S+")
@@ -109,6 +115,121 @@ def find_map_errors(text: str, folders: set[str]) -> Iterator[str]:
             yield f"`{name}` does not exist"
 
 
+# ---- Commands ------------------------------------------------------------------------------------
+SHELL = {"", "sh", "text"}  # languages of blocks that may have commands
+SPAN = re.compile(r"(?<!`)(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)  # may go on in the next line
+PROGRAM = re.compile(
+    r"(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?"
+    r"(?:make|minifloat|python3?|pytest|torchrun|cmake|ctest|pip)(?= |$)|\$\w+ "
+)
+SUBSTITUTION = re.compile(r"\$\(([^()]*)\)")
+ASSIGNMENT = re.compile(r"(\w+)=(\"[^\"]*\"|\S+)")
+IN_TREE = re.compile(
+    r"(?:benchmarks|cmake|docs|examples|include|python|src|tests|tools|torch)/.*"
+    r"|requirements.*\.txt"
+)
+
+
+def find_commands(text: str) -> Iterator[list[str]]:
+    """Yield the words of each command of a page, without comments and leading assignments."""
+    blocks = [code for _, language, code in FENCE.findall(text) if language in SHELL]
+    paragraphs = FENCE.sub("", text).split("\n\n")
+    spans = [" ".join(span.split()) for part in paragraphs for _, span in SPAN.findall(part)]
+    for block in [*blocks, *spans]:
+        values: dict[str, str] = {}
+        for line in re.sub(r"\\\n\s*", "", block).split("\n"):
+            line = line.strip()
+            if given := ASSIGNMENT.fullmatch(line):
+                values[given[1]] = given[2].strip('"')
+            elif PROGRAM.match(line):
+                line = Template(line).safe_substitute(values)
+                for part in (SUBSTITUTION.sub("$", line), *SUBSTITUTION.findall(line)):
+                    yield from split_commands(part)
+
+
+def split_commands(line: str) -> Iterator[list[str]]:
+    """Yield the words of each command of a line: `a b; c` has two."""
+    lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+    lexer.whitespace_split = True
+    words: list[str] = []
+    for word in [*lexer, ";"]:
+        if word not in (";", "&&", "|"):
+            words.append(word)
+        elif words:
+            while re.match(r"[A-Z_]+=", words[0]):
+                words.pop(0)
+            yield words
+            words = []
+
+
+def find_modules(script: Path) -> set[Path]:
+    """Return a script and the modules of its folder that it imports, at any depth."""
+    found: set[Path] = set()
+    rest = {script}
+    while rest:
+        found |= rest
+        texts = [file.read_text(encoding="utf-8") for file in rest]
+        names = {n for text in texts for n in re.findall(r"^(?:import|from) (\w+)", text, re.M)}
+        rest = {script.parent / f"{name}.py" for name in names} - found
+        rest = {file for file in rest if file.exists()}
+    return found
+
+
+def read_options(files: set[Path]) -> set[str]:
+    """Return the options that files define: by name, or for each field of a dataclass."""
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
+    fields = re.findall(r"^    (\w+): .* = ", text, re.M) if '"--" + ' in text else []
+    named = re.findall(r"\"(--[a-z][\w-]*)\"", text)
+    return {"--help", *named, *(f"--{name.replace('_', '-')}" for name in fields)}
+
+
+def find_absent_options(words: list[str], files: set[Path]) -> Iterator[str]:
+    used = {word.split("=")[0] for word in words if word.startswith("--")}
+    for option in sorted(used - read_options(files)):
+        yield f"expected an option, got {option}"
+
+
+def find_command_errors(words: list[str]) -> Iterator[str]:
+    """Yield a message for each thing that a command names and that does not exist."""
+    words = [word for word in words if not re.search(r"[$*…<\[]", word)]
+    for word in words:
+        if IN_TREE.fullmatch(word) and not (ROOT / word.split("::")[0]).exists():
+            yield f"expected a file, got {word}"
+    scripts = [i for i, word in enumerate(words) if word.endswith(".py")]
+    program = Path(words[0]).name  # .venv/bin/pytest
+    module = words.index("-m") + 1 if program != "pytest" and "-m" in words else 0
+    if program == "make":
+        yield from find_make_errors(words[1:])
+    elif words[module] == "minifloat":
+        yield from find_minifloat_errors(words[module + 1 :])
+    elif scripts and program != "pytest" and (script := ROOT / words[scripts[0]]).exists():
+        yield from find_absent_options(words[scripts[0] + 1 :], find_modules(script))
+    elif "--preset" in words:
+        name = words[words.index("--preset") + 1]
+        if f'"name": "{name}"' not in (ROOT / "CMakePresets.json").read_text(encoding="utf-8"):
+            yield f"expected a preset of CMakePresets.json, got {name}"
+
+
+def find_make_errors(words: list[str]) -> Iterator[str]:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = " ".join(re.findall(r"^([a-z][\w .-]*):(?!=)", text, re.M)).split()
+    for word in words:
+        name, equals, _ = word.partition("=")
+        if not equals and name not in targets:
+            yield f"expected a target of the Makefile, got {name}"
+        elif equals and not re.search(rf"\$[({{]?{name}\b", text):
+            yield f"expected a variable of the Makefile, got {name}"
+
+
+def find_minifloat_errors(words: list[str]) -> Iterator[str]:
+    package = ROOT / "python" / "minifloat"
+    text = (package / "cli.py").read_text(encoding="utf-8")
+    commands = re.findall(r"^def add_(\w+)\(subparsers", text, re.M)
+    if words and not words[0].startswith("--") and words[0] not in [*commands, "COMMAND"]:
+        yield f"expected a command of minifloat, got {words[0]}"
+    yield from find_absent_options(words, {package / "cli.py", package / "train" / "config.py"})
+
+
 # ---- Self-test -----------------------------------------------------------------------------------
 WORDS = "word " * 30
 TARGET = "docs/" + "a" * 100 + ".md"
@@ -148,6 +269,29 @@ MAP_CASES: tuple[tuple[str, int], ...] = (
     ("`tools/`, `cmake/`, `no_such_folder/`", 1),
     ("`tools/`, `cmake/`, `make test`, `-DA=b/c`, `build/a.png`", 0),
 )
+# (text of a page, its commands, their errors)
+COMMAND_CASES: tuple[tuple[str, int, int], ...] = (
+    ("`make lint` and `make\ntest-all TEST_PROCESSES=2`", 2, 0),
+    ("`make no-such-target`", 1, 1),
+    ("`make test NO_SUCH_VARIABLE=1`", 1, 1),
+    ("`make`", 1, 0),
+    ("```\nA=1 make lint; make no-such-target   # make nothing\n```", 2, 1),
+    ("- a\n  ```sh\n  make no-such-target && make lint\n  ```", 2, 1),
+    ("```python\nmake lint\n```", 0, 0),
+    ("`cmake -S examples -DA=$(python -m minifloat --cmake-prefix)`", 2, 0),
+    ("`python tools/check_docs.py --self-test`", 1, 0),
+    ("`python tools/check_docs.py --no-such-option`", 1, 1),
+    ("`python tools/no_such_file.py`", 1, 1),
+    ('```\nrun="python benchmarks/scale.py"\n$run --gpus 8 \\\n  --no-such-option\n```', 1, 1),
+    ("`pytest tests/test_cli.py -k word`", 1, 0),
+    ("`pytest tests/no_such_file.py`", 1, 1),
+    ("`minifloat train --eval-every 5`", 1, 0),
+    ("`torchrun --nproc-per-node 2 -m minifloat train --no-such-option`", 1, 1),
+    ("`minifloat no_such_command`", 1, 1),
+    ("`minifloat: expected a recipe`", 0, 0),
+    ("`cmake --preset default`", 1, 0),
+    ("`cmake --preset no_such_preset`", 1, 1),
+)
 
 
 def self_test() -> int:
@@ -167,7 +311,13 @@ def self_test() -> int:
         if len(errors) != expected:
             failures += 1
             print(f"{text!r}: expected {expected} errors, found {errors}")
-    cases = len(CASES) + len(COMMENT_CASES) + len(MAP_CASES)
+    for text, count, expected in COMMAND_CASES:
+        commands = list(find_commands(text))
+        errors = [error for words in commands for error in find_command_errors(words)]
+        if (len(commands), len(errors)) != (count, expected):
+            failures += 1
+            print(f"{text!r}: expected {count} commands, {expected} errors: {commands}, {errors}")
+    cases = len(CASES) + len(COMMENT_CASES) + len(MAP_CASES) + len(COMMAND_CASES)
     print(f"check_docs: self-test: {cases - failures} of {cases} cases right")
     return 1 if failures else 0
 
@@ -179,6 +329,9 @@ def check_page(page: Path) -> Iterator[str]:
         yield f"{name}: {problem}"
     for number, columns in find_long_lines(page.read_text(encoding="utf-8")):
         yield f"{name}:{number}: expected at most {COLUMNS} columns, it has {columns}"
+    for words in find_commands(page.read_text(encoding="utf-8")):
+        for problem in find_command_errors(words):
+            yield f"{name}: {shlex.join(words)}: {problem}"
 
 
 def check_comments() -> Iterator[str]:
