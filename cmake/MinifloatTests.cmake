@@ -85,8 +85,10 @@ if(TARGET minifloat_torch AND examples)
       "${PROJECT_BINARY_DIR}/examples/train")
   set_tests_properties(package.example PROPERTIES FIXTURES_REQUIRED package FIXTURES_SETUP examples
                                                   TIMEOUT 900)
-  add_test(NAME package.experts COMMAND "${PROJECT_BINARY_DIR}/examples/experts")
-  set_tests_properties(package.experts PROPERTIES FIXTURES_REQUIRED examples TIMEOUT 300)
+  foreach(example experts layer)
+    add_test(NAME package.${example} COMMAND "${PROJECT_BINARY_DIR}/examples/${example}")
+    set_tests_properties(package.${example} PROPERTIES FIXTURES_REQUIRED examples TIMEOUT 300)
+  endforeach()
 endif()
 
 get_property(minifloat_exhaustive GLOBAL PROPERTY MINIFLOAT_EXHAUSTIVE)

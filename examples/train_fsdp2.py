@@ -1,9 +1,10 @@
 """Trains the Llama of train_one_gpu.py under FSDP2: checkpointed, compiled, saved and resumed.
 
-    torchrun --nproc-per-node 2 examples/train_fsdp2.py [recipe]
+    torchrun --nproc-per-node 2 examples/train_fsdp2.py [recipe [spec of gradients]]
 
 Copy the order of the calls in `build`. FSDP2 gathers the weights as the recipe's codes; parameters,
-gradients, optimizer and checkpoints are in float32.
+gradients, optimizer and checkpoints are in float32. Gradients are sent as codes where a spec such
+as e4m3/1x128+sr is given.
 """
 
 import sys
@@ -31,7 +32,7 @@ from train_one_gpu import (
 )
 
 
-def build(recipe):
+def build(recipe, gradients):
     """Returns a converted, sharded model and its optimizer."""
     torch.manual_seed(0)
     model = Llama().to(DEVICE)
@@ -42,6 +43,8 @@ def build(recipe):
         layer.compile(backend=COMPILER)
         model.layers[i] = fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
+    if gradients:
+        mf.quantize_gradients_(model, gradients)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # last
 
 
@@ -103,10 +106,10 @@ def train(model, optimizer, folder, begin=0):
     return losses
 
 
-def run(recipe, folder):
-    model, optimizer = build(recipe)
+def run(folder, recipe, gradients=None):
+    model, optimizer = build(recipe, gradients)
     losses = train(model, optimizer, folder)
-    resumed, optimizer = build(recipe)
+    resumed, optimizer = build(recipe, gradients)
     load(folder, resumed, optimizer)
     train(resumed, optimizer, folder, begin=SAVED_AT)
     pairs = zip(model.state_dict().values(), resumed.state_dict().values(), strict=True)
@@ -126,7 +129,7 @@ def main():
         raise ValueError(f"expected a divisor of {BATCH} as the number of ranks")
     folders = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)  # all ranks use the first one's
-    run(sys.argv[1] if sys.argv[1:] else "fp8_tensorwise", folders[0])
+    run(folders[0], *(sys.argv[1:] or ["fp8_tensorwise"]))
     mf.destroy_process_group()  # torch's, which waits until this process can exit
 
 

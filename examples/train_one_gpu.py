@@ -24,31 +24,43 @@ TEXT = torch.tensor(list(Path(__file__).read_bytes()))
 TRAINING, VALIDATION = TEXT.split([len(TEXT) - 512, 512])
 
 
-class Block(nn.Module):
-    """A Llama block without positions: x (B, T, DIM) -> (B, T, DIM)."""
-
+class FeedForward(nn.Module):
     def __init__(self):
         super().__init__()
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
         self.w1, self.w3 = (nn.Linear(DIM, HIDDEN, bias=False) for _ in range(2))
         self.w2 = nn.Linear(HIDDEN, DIM, bias=False)
 
     def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """A Llama block without positions: x (B, T, DIM) -> (B, T, DIM).
+
+    Args:
+        feed_forward: returns a module, (B, T, DIM) -> (B, T, DIM).
+    """
+
+    def __init__(self, feed_forward=FeedForward):
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(DIM, DIM, bias=False) for _ in range(4))
+        self.feed_forward = feed_forward()
+
+    def forward(self, x):
         n = self.attention_norm(x)
         projections = self.wq(n), self.wk(n), self.wv(n)
-        q, k, v = (y.unflatten(2, (HEADS, -1)).transpose(1, 2) for y in projections)
+        q, k, v = (y.unflatten(2, (-1, DIM // HEADS)).transpose(1, 2) for y in projections)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.wo(y.transpose(1, 2).flatten(2))
-        n = self.ffn_norm(x)
-        return x + self.w2(F.silu(self.w1(n)) * self.w3(n))
+        return x + self.feed_forward(self.ffn_norm(x))
 
 
 class Llama(nn.Module):
-    def __init__(self):
+    def __init__(self, feed_forward=FeedForward):
         super().__init__()
         self.embedding = nn.Embedding(256, DIM)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block(feed_forward) for _ in range(LAYERS))
         self.norm = nn.RMSNorm(DIM)
         self.lm_head = nn.Linear(DIM, 256, bias=False)
 

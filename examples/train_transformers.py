@@ -5,7 +5,8 @@
 
 The Trainer runs with bf16 autocast, two micro-batches a step and activation checkpointing. A second
 Trainer resumes the first one's checkpoint of step 10 and ends with the same weights. The folder
-that the Trainer saves loads into a plain Llama, because a converted model has the same keys.
+that the Trainer saves loads into a plain Llama, because a converted model has the same keys. To
+serve it, `primary=True` replaces its weights by codes, which give the logits of the trained model.
 """
 
 import tempfile
@@ -15,6 +16,7 @@ import torch
 from minifloat.transformers import TrainingStateCallback
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+RECIPE = "nvfp4"
 STEPS, RESUMED = 20, 10
 
 
@@ -30,7 +32,7 @@ def build_model():
         use_cache=False,
     )
     model = LlamaForCausalLM(config)
-    mf.quantize_(model, "nvfp4", verbose=False)
+    mf.quantize_(model, RECIPE, verbose=False)
     return model
 
 
@@ -65,6 +67,22 @@ def train(folder, resume=None):
     return trainer
 
 
+@torch.no_grad()
+def serve(model, trained):
+    """Generates with weights that are codes alone, and compares the logits with the trained ones.
+
+    Args:
+        model: the saved one, loaded.
+        trained: the converted one, in float32 as the loaded one is.
+    """
+    mf.quantize_(model, RECIPE, primary=True, verbose=False)
+    model, trained = model.to(trained.device).eval(), trained.eval()
+    ids = torch.arange(8, device=trained.device)[None]
+    same = torch.equal(model(ids).logits, trained(ids).logits)
+    print("generated:", model.generate(ids, max_new_tokens=8, do_sample=False)[0].tolist())
+    print("served logits equal:", same)
+
+
 def main():
     with tempfile.TemporaryDirectory() as folder:
         trainer = train(folder)
@@ -80,6 +98,9 @@ def main():
         saved = trainer.model.state_dict()
         same = all(torch.equal(saved[name], t) for name, t in plain.state_dict().items())
         print("saved weights equal:", same)
+
+        without_autocast = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+        serve(plain, without_autocast)
 
 
 if __name__ == "__main__":

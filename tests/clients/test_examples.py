@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples"
 TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+FOUR = (*TWO[:-1], "4")
 SECONDS = 500  # many times what an example takes on two idle cores
 # File and its arguments -> (what runs it, environment, lines that it prints after its losses).
 RUNS = {
@@ -19,10 +20,23 @@ RUNS = {
     "train_fsdp2": (TWO, {}, ["resumed weights equal: True"]),
     "train_fsdp2 nvfp4_pow2": (TWO, {}, ["resumed weights equal: True"]),
     "train_fsdp2 fp8_rowwise": (TWO, {}, ["resumed weights equal: True"]),
+    "train_fsdp2 mxfp4 e4m3/1x128+sr": (TWO, {}, ["resumed weights equal: True"]),
+    "train_tensor_parallel": (FOUR, {}, []),
+    "train_experts": (TWO, {}, []),
+    "train_micro_batches": (
+        (),
+        {},
+        ["  * layers.0.feed_forward     w1, w3, w2 and silu are one op"],
+    ),
+    "train_micro_batches, two processes": (TWO, {}, []),
     "train_transformers": (
         (),
         {},
-        ["resumed weights equal: True", "saved weights equal: True"],
+        [
+            "resumed weights equal: True",
+            "saved weights equal: True",
+            "served logits equal: True",
+        ],
     ),
     "train_accelerate": ((), {}, ["resumed weights equal: True"]),
     "train_accelerate, two processes": (TWO, {}, ["resumed weights equal: True"]),

@@ -4,6 +4,8 @@ torchtitan is changed for the CPU, so every test runs in a process of its own.
 """
 
 import importlib.metadata
+import re
+from pathlib import Path
 
 import minifloat as mf
 import pytest
@@ -57,6 +59,20 @@ def built(name, *options):
 def states_of(model):
     kinds = (mf.nn.linear.Linear, mf.nn.grouped_product.GroupedProduct)
     return [m for m in model.modules() if isinstance(m, kinds)]
+
+
+# ---- The page ------------------------------------------------------------------------------------
+def check_flags(flags):
+    config = config_of(*flags)
+    assert config.model.converters == ["minifloat"]
+    assert config.minifloat.recipe == "fp8_rowwise"
+    assert config.minifloat.filter_fqns == ["auto_filter_small_kn"]
+
+
+def test_the_flags_of_the_page_say_what_they_should():
+    page = (Path(__file__).parents[2] / "docs" / "torchtitan.md").read_text()
+    flags = re.search(r"^```\n(--job\..*?)^```", page, re.DOTALL | re.MULTILINE)
+    run(check_flags, flags[1].split())
 
 
 # ---- A model -------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ OPTIONS = [
     "--lr_scheduler.warmup_steps=2",
     "--activation_checkpoint.mode=none",
 ]
+CONFIG = Path(__file__).parents[2] / "examples" / "torchtitan_llama3.toml"
 EAGER_TP = ["--parallelism.tensor_parallel_degree=2"]
 COMPILED_TP = [*EAGER_TP, "--compile.enable", "--compile.backend=aot_eager"]
 
@@ -88,6 +89,14 @@ def run_plain(rank, assets, options):
     train(assets, [*OPTIONS, *options])
 
 
+def run_config(rank, assets):
+    """Trains as examples/torchtitan_llama3.toml says, but for a CPU's steps and optimizer."""
+    prepare("cpu")
+    rows = train(assets, [f"--job.config_file={CONFIG}", *OPTIONS], is_gathered_as_codes)
+    losses = [row["loss_metrics/global_avg_loss"] for row in rows]
+    assert losses[-1] < losses[0] - 1, losses
+
+
 def losses_of(assets: Path, ranks: int, recipe: str, check: str, *options: str) -> list[float]:
     """Trains on that many ranks, and returns the losses of all steps."""
     run_world(ranks, run_rank, assets, recipe, check, options)
@@ -99,6 +108,10 @@ def losses_of(assets: Path, ranks: int, recipe: str, check: str, *options: str) 
 
 def test_fsdp_gathers_codes(assets):
     losses_of(assets, 2, "nvfp4", "is_gathered_as_codes")
+
+
+def test_the_example_of_a_config_trains(assets):
+    run_world(2, run_config, assets)
 
 
 def test_selective_checkpointing_saves_products(assets):
