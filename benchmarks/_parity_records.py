@@ -205,42 +205,45 @@ def draw_images(records: list[Record], folder: Path) -> None:
     both = (BF16, NVFP4)
     recipes = [r for r in records if r["name"] in both or not is_variant(r["name"])]
     variants = [r for r in records if r["name"] in both or is_variant(r["name"])]
-    draw_curves(recipes, folder / "parity.png")
-    draw_curves(variants, folder / "parity_nvfp4.png")
+    draw_curves(recipes, BF16, folder / "parity.png")
+    draw_curves(variants, NVFP4, folder / "parity_nvfp4.png")
 
 
-def draw_curves(records: list[Record], path: Path) -> None:
-    """Draws training losses, and below them their gaps to bf16 of the same seed, by step."""
+def draw_curves(records: list[Record], base_name: str, path: Path) -> None:
+    """Draws training losses, and below them their gaps to a base of the same seeds, by step."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    base = {r["seed"]: smoothed(r["loss"], SMOOTHED) for r in records if r["name"] == BF16}
+    base = {r["seed"]: smoothed(r["loss"], SMOOTHED) for r in records if r["name"] == base_name}
     curves: dict[str, list[tuple[list[float], list[float]]]] = {}
     for record in records:
         if record["seed"] in base:
             pair = smoothed(record["loss"], SMOOTHED), base[record["seed"]]
             curves.setdefault(record["name"], []).append(pair)
     figure, (losses, gaps) = plt.subplots(2, 1, figsize=(9, 9), sharex=True, layout="constrained")
-    names = sorted(curves, key=lambda name: statistics.mean(own[-1] for own, _ in curves[name]))
+    names = sorted(curves, key=lambda name: statistics.mean(a[-1] / b[-1] for a, b in curves[name]))
     for i, name in enumerate(names):
         found, color = curves[name], plt.get_cmap("tab20")(2 * i % 20 + i // 10)
         steps = range(SMOOTHED // 2, SMOOTHED // 2 + len(found[0][0]))
         own = [statistics.mean(values) for values in zip(*(c for c, _ in found), strict=True)]
-        losses.plot(steps, own, label=f"{name}: {own[-1]:.3f}", linewidth=1, color=color)
-        if name == BF16:
+        label = f"{name}, {len(found)} seed{'s' * (len(found) > 1)}"
+        losses.plot(steps, own, label=f"{label}: {own[-1]:.3f}", linewidth=1, color=color)
+        if name == base_name:
             continue
         each = [[100 * (a / b - 1) for a, b in zip(*pair, strict=True)] for pair in found]
         middle = [statistics.mean(values) for values in zip(*each, strict=True)]
-        gaps.plot(steps, middle, label=f"{name}: {middle[-1]:+.2f}%", linewidth=1, color=color)
+        gaps.plot(steps, middle, label=f"{label}: {middle[-1]:+.2f}%", linewidth=1, color=color)
         ranges = [(min(values), max(values)) for values in zip(*each, strict=True)]
         gaps.fill_between(steps, *zip(*ranges, strict=True), alpha=0.12, color=color)
     losses.set(ylabel="training loss, nats a token", ylim=(1.7, 3.0))
-    gaps.set(xlabel="step", ylabel="gap to bf16, %", ylim=(-2, 9))
+    limits = (-2, 9) if base_name == BF16 else (-9, 4)  # with room for the legend
+    gaps.set(xlabel="step", ylabel=f"gap to {base_name} of the same seeds, %", ylim=limits)
     gaps.axhline(0, color="gray", linewidth=0.8)
     for axes in (losses, gaps):
-        axes.legend(title=f"mean of {SMOOTHED} steps; of the last ones", fontsize=8, loc=1)
+        corner = "upper right" if axes is losses or base_name == BF16 else "lower right"
+        axes.legend(title=f"mean of {SMOOTHED} steps; of the last ones", fontsize=8, loc=corner)
         axes.grid(alpha=0.3)
     figure.suptitle("Means over seeds; shaded: from the lowest to the highest seed")
     figure.savefig(path, dpi=110)

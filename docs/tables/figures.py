@@ -73,7 +73,7 @@ def step_of(name: str) -> Row:
 # ---- Loss ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Gap:
-    """How far the validation loss is above bf16's, in percent."""
+    """How far the validation loss is above a base's, in percent."""
 
     mean: float
     error: float | None  # the standard error of the mean; None of one seed
@@ -91,9 +91,9 @@ def records() -> list[parity.Record]:
 
 
 @cache
-def gaps() -> dict[str, Gap]:
-    """Returns the gap of each record's recipe after 3,000 steps."""
-    found = parity.gaps_of(parity.losses_of(records(), "val"))
+def gaps(base: str = BF16) -> dict[str, Gap]:
+    """Returns the gap of each record's recipe to a base of the same seeds, after 3,000 steps."""
+    found = parity.gaps_of(parity.losses_of(records(), "val"), base)
     return {
         name: Gap(statistics.mean(each), parity.standard_error(each), len(each))
         for name, each in found.items()
