@@ -1,5 +1,6 @@
-// The one exception, and the check that throws it: its message is what was expected and what was
-// found.
+// The one exception of this library, and the check that throws it: its message is what was expected
+// and what was found. The functions of minifloat/torch.h throw c10::ValueError instead, with the
+// same message. Both are std::exception.
 #pragma once
 
 #include <sstream>
@@ -9,7 +10,7 @@
 
 namespace minifloat {
 
-// Thrown on bad input, before anything is written.
+// Thrown on bad input, before anything is written, and where CUDA reports an error.
 class Error : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;

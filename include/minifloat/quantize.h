@@ -4,11 +4,16 @@
 // (R, C) is read (C, R), and codes, scales and positions are those of that matrix. The buffers'
 // shapes, for an operand read (rows, cols), with a leading batch:
 //
-//     codes     (rows, spec.code_cols(cols)) bytes
+//     codes     (rows, spec.code_cols(cols)) bytes; E2M1: two a byte, the even column in the low
+//               nibble
 //     scale     fp32: () or (rows) or (block rows, block cols)
 //               E8M0, E4M3: (block rows, block cols) bytes
 //     amax      fp32: () for tensor scaling and NVFP4, (rows) for row scaling; after the transform
 //     decoded   bf16: (rows, spec.padded_cols(cols)), the values of the codes for an exact product
+//
+// An x of (1000, 4096) under nvfp4 is read (4096, 1000) columnwise: codes (4096, 500), scale
+// (4096, 63), amax (). Buffers are contiguous, aligned as their elements, and overlap neither x nor
+// each other. CUDA's faster kernels need rows of x and of codes at multiples of 16 bytes.
 //
 // Where the rows of x lie in E groups (core/groups.h), columnwise cols are L, and each group has a
 // tensor's scale and amax: (E). Of a row it has one as well where groups lie along the contraction
@@ -58,7 +63,7 @@ struct Operand {
   // The active amax; under +delayed the current amax, for the history. null: not written.
   float* amax = nullptr;
   HistoryEntries history;            // raised to the current amax of +delayed; null: none
-  std::uint16_t* decoded = nullptr;  // null: not written
+  std::uint16_t* decoded = nullptr;  // null: not written; on CUDA at a multiple of 16 bytes
   // Whether E2M1 under powers of two is written as fp4_as_fp8 would convert it: `codes` are E4M3,
   // (rows, padded_cols), and `scale` is the fp32 row scales. Then nothing is decoded.
   bool as_fp8 = false;

@@ -8,6 +8,7 @@
 
 namespace minifloat {
 
+// Where memory lies. A build without the CUDA backend throws Error for kCuda.
 enum class Device : std::uint8_t { kCpu, kCuda };
 enum class DType : std::uint8_t { kFloat32, kBFloat16 };
 
@@ -33,9 +34,15 @@ using ParallelFor = void (*)(std::int64_t count, void (*body)(void*, std::int64_
                              void* context);
 
 // The threads, stream and memory of one call; always the last argument.
+//
+// A call on the CPU is done when it returns. One on CUDA launches kernels on the host thread's
+// current device, which must be that of the memory, and returns without a wait for them. Device
+// memory must live until the stream has passed the call; what lies on the host, structs and spans,
+// until the call returns. Host threads may call at once, where none writes what another reads or
+// writes.
 struct Execution {
   ParallelFor parallel_for = nullptr;  // CPU: null starts the library's threads, one a core
-  void* stream = nullptr;              // CUDA: the cudaStream_t
+  void* stream = nullptr;              // CUDA: the cudaStream_t; null: the legacy default stream
   // CUDA: allocates scratch for the kernels of this call, device memory in stream order. Null:
   // cudaMallocAsync.
   void* (*allocate)(std::size_t bytes, void* context) = nullptr;

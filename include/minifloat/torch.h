@@ -4,10 +4,9 @@
 //     auto y = minifloat::linear(x, weight, /*bias=*/{}, minifloat::Recipe::parse("mxfp8"));
 //
 //     struct Net : torch::nn::Module {
-//       minifloat::nn::Linear up{nullptr};
-//       Net() {
-//         up = register_module("up", minifloat::nn::Linear(256, 1024, Recipe::parse("nvfp4")));
-//       }
+//       minifloat::nn::Linear up = register_module(
+//           "up", minifloat::nn::Linear(256, 1024, minifloat::Recipe::parse("nvfp4")));
+//       torch::Tensor forward(const torch::Tensor& x) { return up(x); }
 //     };
 #pragma once
 
@@ -24,8 +23,10 @@ namespace minifloat {
 
 // The state that a recipe may require besides the operands, on x's device.
 struct LinearState {
-  // +sr: int64 (3): seed, forward count, FNV-1a-64 of the module's name. The backward pass reads
-  // the tensor of the forward pass again, so it must not be written to in between.
+  // +sr, +eden: int64 (2) or (3): seed, forward count and, if any, the module's stream, as
+  // nn::Linear's FNV-1a-64 of its name. Layers of one seed and count and without a stream draw the
+  // same bits. The backward pass reads the tensor of the forward pass again, so it must not be
+  // written to in between.
   std::optional<at::Tensor> rng;
   // +delayed: fp32 (6, 1 + length), one row an operand: fprop x, w; dgrad g, w; wgrad g, x. Column
   // 0 is the active amax; column 1 is this step's current amax, written in place; older ones

@@ -10,8 +10,9 @@ namespace minifloat {
 
 // Writes the randomised Hadamard transform (core/hadamard.h) of x along its columns, or of xᵀ along
 // x's rows.
-//   points: 16, 32, 64 or 128.   out: bf16 (batch, rows as read, round_up(cols as read, points));
-//   (C, L) of groups columnwise, whose unit is a multiple of points
+//   points: 16, 32, 64 or 128.   signs: 16 bits; +rht's are kHadamardSigns
+//   out: bf16 (batch, rows as read, round_up(cols as read, points)); (C, L) of groups columnwise,
+//   whose unit is a multiple of points
 void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,
               std::uint16_t* out, const Execution& execution = {});
 

@@ -220,7 +220,9 @@ class TrainConfig(Settings):
         0, Number(int, 0, MOST), "steps between two looks of the inspector, 0: none"
     )
     data_mb: float = setting(30.0, ABOVE_ZERO, "most megabytes (1e6 bytes) of text to read")
-    threads: int = setting(0, Number(int, 0, 4096), "CPU threads, 0 on a GPU; they decide bytes")
+    threads: int = setting(
+        0, Number(int, 0, 4096), "CPU threads, 0 on a GPU; a GEMM's last bits depend on them"
+    )
     expert_parallel: int = setting(1, SIZE, "processes that divide experts, which rows travel to")
     expert_capacity: int | str | None = setting(None, CAPACITY)
     device: str = setting("cpu", DEVICE)
