@@ -178,6 +178,10 @@ RECIPES = ("fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2")
 ROW, GAP = 40, 8
 
 
+def name_of(wish: Wish) -> str:
+    return wish.shown or wish.recipe or "any recipe"
+
+
 def words_of(wish: Wish, capabilities: tuple[tuple[int, int], ...]) -> str:
     """Returns what was measured of a recipe on Hopper, and on other GPUs its loss alone."""
     if not wish.recipe:
@@ -207,8 +211,7 @@ def wish_rows(parts: list[str], top: int) -> int:
             parts.append(text(202, at, wish.purpose))
             parts.append(path(f"M486 {at:g}H508", stroke_width="1.5", marker_end="url(#tip)"))
             parts.append(box(512, y, 340, ROW, "#dbeafe", rx="6", stroke="#0072b2"))
-            name = wish.shown or wish.recipe or "any recipe"
-            parts.append(text(522, at - 9, name, font_family=MONO, font_weight="bold"))
+            parts.append(text(522, at - 9, name_of(wish), font_family=MONO, font_weight="bold"))
             words = words_of(wish, capabilities)
             parts.append(text(522, at + 10, words, fill=GRAY, font_size="12"))
         top += height + 2 * GAP

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import figures
+import pictures
 from cells import label, number, table
 from figures import BF16, Row, mf
 
@@ -154,6 +155,17 @@ def choice() -> str:
     return table(head, body)
 
 
+def wishes() -> str:
+    """Formats the picture's GPUs, purposes and recipes: a row each."""
+    body = [
+        [gpus, wish.purpose, f"`{name}`" if wish.recipe else name, words]
+        for gpus, _, capabilities, wanted in pictures.MACHINES
+        for wish in wanted
+        for name, words in [(pictures.name_of(wish), pictures.words_of(wish, capabilities))]
+    ]
+    return table(["your GPU", "what for", "take", "what is known"], body)
+
+
 # ---- When it does not pay ------------------------------------------------------------------------
 COLUMNS = ("fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2", "mxfp8", "nvfp4")
 SMALL, LARGE = "16384x1024x1024", "16384x4096x14336"
@@ -234,12 +246,18 @@ def peaks() -> str:
 
 
 # ---- What runs where -----------------------------------------------------------------------------
+BY_PTX = "no; its PTX ran on an H100"
+COMPILED = "no; compiled only"
 MACHINES = (
-    ("A100 (8.0), RTX 30 (8.6)", ((8, 0), (8, 6)), "PTX, on an H100"),
-    ("RTX 40, L4, L40 (8.9)", ((8, 9),), "PTX, on an H100"),
-    ("H100, H200 (9.0)", ((9, 0),), "yes"),
-    ("B200 (10.0), B300 (10.3)", ((10, 0), (10, 3)), "compiled only"),
-    ("RTX 50, RTX PRO (12.0), DGX Spark (12.1)", ((12, 0), (12, 1)), "compiled only"),
+    ("A100 (8.0, sm_80), GeForce RTX 30 (3090 …; 8.6, sm_86)", ((8, 0), (8, 6)), BY_PTX),
+    ("GeForce RTX 40 (4090 …), L4, L40 (8.9, sm_89)", ((8, 9),), BY_PTX),
+    ("H100, H200 (9.0, sm_90)", ((9, 0),), "yes"),
+    ("B200 (10.0, sm_100), B300 (10.3, sm_103)", ((10, 0), (10, 3)), COMPILED),
+    (
+        "GeForce RTX 50 (5090 …), RTX PRO (12.0, sm_120), DGX Spark (12.1, sm_121)",
+        ((12, 0), (12, 1)),
+        COMPILED,
+    ),
     ("a CPU", (figures.CPU,), "yes"),
 )
 

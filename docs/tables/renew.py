@@ -24,6 +24,7 @@ BEGIN = "<!-- renew.py:"
 
 TABLES: dict[str, Callable[[], str]] = {
     "recipes": recipes.recipes,
+    "wishes": recipes.wishes,
     "choice": recipes.choice,
     "speeds": recipes.speeds,
     "peaks": recipes.peaks,
