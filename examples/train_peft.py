@@ -3,8 +3,9 @@
     pip install transformers peft
     python examples/train_peft.py
 
-The base holds its weights as MXFP8 codes (primary=True), half of bf16's memory, and no
-high-precision copy. To merge adapters without a second rounding, mf.restore_ the base first.
+The base holds its weights as FP8 codes (primary=True), a byte for each of the two directions that
+forward and backward read, and no high-precision copy. That is bf16's memory; nvfp4 takes half of
+it. To merge adapters without a second rounding, mf.restore_ the base first.
 """
 
 import tempfile
@@ -31,7 +32,7 @@ def build_base():
         use_cache=False,
     )
     base = LlamaForCausalLM(config)
-    mf.quantize_(base, "mxfp8_2d", primary=True, verbose=False)
+    mf.quantize_(base, "fp8_tensorwise", primary=True, verbose=False)
     return base
 
 

@@ -1,7 +1,7 @@
-"""Trains a small Llama under NVFP4 with Hugging Face's Trainer, and resumes it to the byte.
+"""Trains a small Llama with Hugging Face's Trainer, and resumes it to the byte.
 
     pip install transformers accelerate safetensors
-    python examples/train_transformers.py
+    python examples/train_transformers.py [recipe]
 
 The Trainer runs with bf16 autocast, two micro-batches a step and activation checkpointing. A second
 Trainer resumes the first one's checkpoint of step 10 and ends with the same weights. The folder
@@ -9,6 +9,7 @@ that the Trainer saves loads into a plain Llama, because a converted model has t
 serve it, `primary=True` replaces its weights by codes, which give the logits of the trained model.
 """
 
+import sys
 import tempfile
 
 import minifloat as mf
@@ -16,7 +17,7 @@ import torch
 from minifloat.transformers import TrainingStateCallback
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-RECIPE = "nvfp4"
+RECIPE = sys.argv[1] if sys.argv[1:] else "fp8_tensorwise"
 STEPS, RESUMED = 20, 10
 
 

@@ -181,7 +181,6 @@ def given_of_transformers() -> Given:
         GPT2LMHeadModel,
         MixtralConfig,
         MixtralForCausalLM,
-        TrainingArguments,
     )
 
     sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64, "hidden_size": 64}
@@ -192,13 +191,13 @@ def given_of_transformers() -> Given:
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, vocab_size=64, n_embd=64)).save_pretrained(
         "gpt2"
     )
-    options = {"per_device_train_batch_size": 2, "use_cpu": True, "report_to": []}
-    arguments = TrainingArguments("run", max_steps=2, save_steps=1, disable_tqdm=True, **options)
+    settings = {"per_device_train_batch_size": 2, "use_cpu": True, "report_to": []}
+    settings |= {"max_steps": 2, "save_steps": 1, "disable_tqdm": True}
     tokens = torch.arange(16)
     data = [{"input_ids": tokens, "labels": tokens}] * 8
     return {
         "name": "mixtral",
-        "arguments": arguments,
+        "settings": settings,
         "data": data,
         "checkpoint": "run/checkpoint-1",
         "folder": "saved",

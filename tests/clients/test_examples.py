@@ -38,6 +38,15 @@ RUNS = {
             "served logits equal: True",
         ],
     ),
+    "train_transformers nvfp4": (
+        (),
+        {},
+        [
+            "resumed weights equal: True",
+            "saved weights equal: True",
+            "served logits equal: True",
+        ],
+    ),
     "train_accelerate": ((), {}, ["resumed weights equal: True"]),
     "train_accelerate, two processes": (TWO, {}, ["resumed weights equal: True"]),
     "train_peft": (
