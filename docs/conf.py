@@ -45,6 +45,8 @@ myst_heading_anchors = 4
 html_theme = "furo"
 html_title = f"minifloat {version}"
 html_copy_source = False
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_show_copyright = False
 
 add_module_names = False
