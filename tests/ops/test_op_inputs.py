@@ -103,10 +103,12 @@ def test_values_are_float32_or_bfloat16(dtype):
             mf.linear(x, x, other[:, 0], recipe)
 
 
-@pytest.mark.parametrize("seed", [1.9, "1", None, 2**63])
-def test_a_seed_is_a_64_bit_integer(seed):
-    with refused("seed: expected an int", (TypeError, ValueError)):
-        mf.quantize(torch.ones(2, 32), "mxfp8+sr", seed=seed)
+@pytest.mark.parametrize("name", ["seed", "stream"])
+@pytest.mark.parametrize("value", [1.9, "1", None, 2**63])
+def test_a_seed_and_a_stream_are_64_bit_integers(name, value):
+    for cast, spec in ((mf.quantize, "mxfp8+sr"), (mf.amax, "nvfp4+eden")):
+        with refused(f"{cast.__name__}: {name}: expected an int", (TypeError, ValueError)):
+            cast(torch.ones(2, 32), spec, **{name: value})
 
 
 # ---- outputs of casts ----------------------------------------------------------------------------

@@ -216,7 +216,7 @@ def quantize(
         x,
         "" if columnwise else parsed.text,
         parsed.text if columnwise else "",
-        **{f"amax_{side}": amax, f"stream_{side}": stream},
+        **{f"amax_{side}": amax, f"stream_{side}": require_int("quantize: stream", stream)},
         rng=torch.tensor(key, device=x.device) if parsed.is_stochastic else None,
         origin=list(origin),
         groups=groups,
@@ -344,6 +344,6 @@ def amax(
         parsed.text,
         columnwise,
         rng=torch.tensor(key, device=x.device) if parsed.draws_signs else None,
-        stream=stream,
+        stream=require_int("amax: stream", stream),
         groups=groups,
     )
