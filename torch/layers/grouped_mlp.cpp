@@ -17,11 +17,13 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <array>
 #include <utility>
 
 #include "layers/double_backward.h"
 #include "layers/grouped_mlp.h"
 #include "ops/bridge.h"
+#include "ops/experts.h"
 #include "ops/tangents.h"
 
 namespace minifloat {
@@ -256,15 +258,20 @@ void check_tensors(const ExpertTensors& t) {
   }
 }
 
-// Requires what a product checks when it is computed and what an earlier one would have written by
-// then: the histories of all, and the random states that casts need.
-void check_products(const std::vector<ExpertProduct>& products, const ExpertTensors& t) {
+// Requires what is checked when a product or the sum is computed, by which time an earlier product
+// has written: the histories of all, the random states that casts need, and the base.
+void check_products(const std::vector<ExpertProduct>& products, const ExpertTensors& t,
+                    const MaybeTensor& base) {
   for (std::size_t i = 0; i < products.size(); ++i) {
     const Tensor& b = t.matrices[i];
     TORCH_CHECK_VALUE(b.dim() == 3, kGroupedMlp, ": expected matrices (E, K, N), got ",
                       b.sym_sizes());
     check_states(products[i].rng, products[i].history, t.x, b.sym_size(0));
   }
+  if (!base) return;
+  const std::array<SymInt, 2> sums = {t.order.places.sym_size(0), t.matrices.back().sym_size(2)};
+  torch_ops::check_base(kGroupedMlp, *base, sums, t.x.device());
+  bridge::check_memory_if_real(kGroupedMlp, "base", *base);
 }
 
 // Requires a dtype of autocast that products take.
@@ -336,7 +343,7 @@ Tensor grouped_mlp_kernel(const Tensor& x, const Tensor& weights, at::TensorList
     check_sharding(kGroupedMlp, sharding, x);
   }
   experts.products = products_of(arguments, n);
-  check_products(experts.products, t);
+  check_products(experts.products, t, base);
   if (gradient) experts.gradient = *gradient;
   if (x_codes) {
     const QuantizedOperand rows =

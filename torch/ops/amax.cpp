@@ -40,8 +40,8 @@ Tensor amax_kernel(const Tensor& x, const std::string& text, bool columnwise,
   AmaxOf of = {bridge::parse_spec(text), columnwise};
   torch_ops::set_groups("amax", {groups, 0, rows_from}, of.spec.group_unit(), in);
   Tensor state;
+  if (rng) bridge::check_memory("amax", "rng", *rng);
   if (of.spec.is_eden()) {
-    bridge::check_memory("amax", "rng", *rng);
     state = rng->contiguous();
     of.random = {state.const_data_ptr<std::int64_t>(), static_cast<int>(state.size(0)),
                  static_cast<std::uint64_t>(stream)};

@@ -10,6 +10,16 @@
 #include "ops/outputs.h"
 
 namespace minifloat {
+
+void torch_ops::check_base(const char* op, const at::Tensor& base, c10::SymIntArrayRef shape,
+                           at::Device device) {
+  TORCH_CHECK_VALUE(base.scalar_type() == at::kFloat && base.sym_sizes().equals(shape), op,
+                    ": expected base as float32 ", shape, ", got ", base.scalar_type(), " ",
+                    base.sym_sizes());
+  TORCH_CHECK_VALUE(base.device() == device, op, ": expected base on ", device, ", got ",
+                    base.device());
+}
+
 namespace {
 
 using at::Tensor;
@@ -76,14 +86,7 @@ Tensor add_slots_meta(const Tensor& rows, const Tensor& places, const MaybeTenso
   check_index("add_slots", "places", places, 2, rows);
   const Tensor out =
       torch_ops::empty(rows, {places.sym_size(0), rows.sym_size(1)}, rows.scalar_type());
-  if (base) {
-    TORCH_CHECK_VALUE(
-        base->scalar_type() == at::kFloat && base->sym_sizes().equals(out.sym_sizes()),
-        "add_slots: expected base as float32 ", out.sym_sizes(), ", got ", base->scalar_type(), " ",
-        base->sym_sizes());
-    TORCH_CHECK_VALUE(base->device() == rows.device(), "add_slots: expected base on ",
-                      rows.device(), ", got ", base->device());
-  }
+  if (base) torch_ops::check_base("add_slots", *base, out.sym_sizes(), rows.device());
   if (pairs) {
     check_index("add_slots", "pairs", *pairs, 1, rows);
     TORCH_CHECK_VALUE(pairs->sym_size(0) == rows.sym_size(0), "add_slots: expected pairs of ",

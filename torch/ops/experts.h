@@ -31,6 +31,8 @@ struct SwiGluArguments {
 // Requires numbers above zero, and columns in turns of one product alone.
 void check_form(const char* op, std::optional<double> limit, double alpha, bool interleaved,
                 bool has_other);
+// Requires a base of the sums of slots: float32 of their shape, on their device.
+void check_base(const char* op, const Tensor& base, c10::SymIntArrayRef shape, at::Device device);
 // Requires the arguments of `of`, and real tensors within their memory.
 void check_swiglu(const SwiGluArguments& of);
 
