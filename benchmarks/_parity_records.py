@@ -222,7 +222,8 @@ def draw_curves(records: list[Record], base_name: str, path: Path) -> None:
         if record["seed"] in base:
             pair = smoothed(record["loss"], SMOOTHED), base[record["seed"]]
             curves.setdefault(record["name"], []).append(pair)
-    figure, (losses, gaps) = plt.subplots(2, 1, figsize=(9, 9), sharex=True, layout="constrained")
+    figure, (losses, gaps) = plt.subplots(2, 1, figsize=(12, 9), sharex=True, layout="constrained")
+    late = [0.0]  # gaps of the last four fifths: early ones would hide them
     names = sorted(curves, key=lambda name: statistics.mean(a[-1] / b[-1] for a, b in curves[name]))
     for i, name in enumerate(names):
         found, color = curves[name], plt.get_cmap("tab20")(2 * i % 20 + i // 10)
@@ -236,14 +237,15 @@ def draw_curves(records: list[Record], base_name: str, path: Path) -> None:
         middle = [statistics.mean(values) for values in zip(*each, strict=True)]
         gaps.plot(steps, middle, label=f"{label}: {middle[-1]:+.2f}%", linewidth=1, color=color)
         ranges = [(min(values), max(values)) for values in zip(*each, strict=True)]
+        late += [value for pair in ranges[len(ranges) // 5 :] for value in pair]
         gaps.fill_between(steps, *zip(*ranges, strict=True), alpha=0.12, color=color)
     losses.set(ylabel="training loss, nats a token", ylim=(1.7, 3.0))
-    limits = (-2, 9) if base_name == BF16 else (-9, 4)  # with room for the legend
-    gaps.set(xlabel="step", ylabel=f"gap to {base_name} of the same seeds, %", ylim=limits)
+    gaps.set(xlabel="step", ylabel=f"gap to {base_name} of the same seeds, %")
+    gaps.set(ylim=(min(late) - 1, max(late) + 1))
     gaps.axhline(0, color="gray", linewidth=0.8)
     for axes in (losses, gaps):
-        corner = "upper right" if axes is losses or base_name == BF16 else "lower right"
-        axes.legend(title=f"mean of {SMOOTHED} steps; of the last ones", fontsize=8, loc=corner)
+        title = f"mean of {SMOOTHED} steps; of the last ones"
+        axes.legend(title=title, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
         axes.grid(alpha=0.3)
     figure.suptitle("Means over seeds; shaded: from the lowest to the highest seed")
     figure.savefig(path, dpi=110)

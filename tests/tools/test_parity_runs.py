@@ -90,7 +90,7 @@ def test_tables_and_curves_have_a_line_for_each_recipe(parity, tmp_path, capsys)
     assert len(names) >= 8
     for name in names:
         assert printed.count(f"\n| `{name}` |") >= 3
-    records.draw_curves(found, tmp_path / "curves.png")
+    records.draw_curves(found, "bf16", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
