@@ -85,7 +85,7 @@ if(TARGET minifloat_torch AND examples)
       "${PROJECT_BINARY_DIR}/examples/train")
   set_tests_properties(package.example PROPERTIES FIXTURES_REQUIRED package FIXTURES_SETUP examples
                                                   TIMEOUT 900)
-  foreach(example experts layer cast)
+  foreach(example cast cast_tensor experts layer)
     add_test(NAME package.${example} COMMAND "${PROJECT_BINARY_DIR}/examples/${example}")
     set_tests_properties(package.${example} PROPERTIES FIXTURES_REQUIRED examples TIMEOUT 300)
   endforeach()

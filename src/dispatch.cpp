@@ -1,6 +1,8 @@
 // The functions of minifloat/quantize.h and transform.h: each checks its arguments, then calls the
 // device's backend. Nothing is written before every check has passed. Experts, groups, histories
 // and grouped products have files of their own beside this one; GEMMs of dense layers are torch/'s.
+#include <cstdint>
+
 #include "cpu/backend.h"
 #if defined(MINIFLOAT_WITH_CUDA)
 #include "cuda/backend.h"
@@ -115,6 +117,10 @@ void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) 
                   spec.str());
   MINIFLOAT_CHECK(!operand.as_fp8 || !operand.decoded, "quantize: expected FP8 codes of ",
                   spec.str(), " or decoded values, got both");
+  const auto place = reinterpret_cast<std::uintptr_t>(operand.decoded);
+  MINIFLOAT_CHECK(place % 16 == 0,
+                  "quantize: expected a buffer for decoded values at a multiple of 16 bytes, got ",
+                  place % 16, " bytes past one");
   const bool any_scale = any || (operand.as_fp8 && parts * rows > 0);
   MINIFLOAT_CHECK(operand.scale || !any_scale, "quantize: expected a scale buffer for ", spec.str(),
                   ", got null");

@@ -64,6 +64,9 @@ TEST_F(Dispatch, QuantizeRefusesBadOperands) {
       },
       "buffer for the codes of mxfp8");
   expect_refused("mxfp8", [](TensorRef&, Operand& o) { o.scale = nullptr; }, "scale buffer");
+  alignas(16) static std::uint16_t values[32 * 48 + 1];
+  expect_refused(
+      "mxfp8", [](TensorRef&, Operand& o) { o.decoded = values + 1; }, "got 2 bytes past one");
   static const float kAmax = 1;
   expect_refused(
       "mxfp8", [](TensorRef&, Operand& o) { o.given_amax = &kAmax; }, "no tensor or row amax");

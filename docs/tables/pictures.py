@@ -187,6 +187,8 @@ def words_of(wish: Wish, capabilities: tuple[tuple[int, int], ...]) -> str:
     if not wish.recipe:
         return "emulated, so no faster than bf16"
     loss = f"loss {figures.gaps()[wish.record or wish.recipe]}"
+    if figures.HOPPER in capabilities and wish.record:  # other layers than a step was timed with
+        return f"not timed; {loss}"
     if figures.HOPPER in capabilities:
         row = figures.step_of(wish.recipe)
         return f"speed {row['speed']:.2f}, {row['peak_gib']:.1f} GiB, {loss}"

@@ -14,14 +14,17 @@ from figures import BF16, Row, mf
 # ---- Recipes -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Choice:
-    """A row of the tables of recipes: names in mf.presets, in the runs of a step, in records."""
+    """A row of the tables of recipes: names in mf.presets, in the runs of a step, in records.
+
+    Where `step` ran without what the label says, the row is not timed.
+    """
 
     label: str
     recipe: str = ""
     step: str = ""
     record: str = ""
     when: str = ""  # README's column; without it README has no row
-    then: str = ""  # the recipe of the last steps, as a run of a step has it
+    is_timed: bool = True
 
 
 KEPT = "nvfp4 (keep nvfp4_paper)"
@@ -67,13 +70,20 @@ CHOICES = (
     ),
     Choice("`mxfp8`", "mxfp8", "mxfp8", "mxfp8", "Blackwell's MXFP8; emulated on Hopper"),
     Choice("`mxfp8_nvfp4`", "mxfp8_nvfp4", "mxfp8_nvfp4", "mxfp8_nvfp4"),
-    Choice("`nvfp4`", "nvfp4", "nvfp4", "nvfp4"),
+    Choice(
+        "`nvfp4`",
+        "nvfp4",
+        "nvfp4",
+        "nvfp4",
+        "NVFP4 in all layers but the head; emulated on Hopper",
+    ),
     Choice(
         "`nvfp4`, last block in bf16",
         "nvfp4",
         "nvfp4",
         KEPT,
         "NVIDIA's NVFP4 recipe; emulated on Hopper",
+        is_timed=False,
     ),
     Choice(
         "the same, `then=mxfp8`",
@@ -82,7 +92,7 @@ CHOICES = (
         THEN,
         "the [last 15% of the steps](docs/parity.md#variants-of-nvfp4) in `mxfp8`: "
         f"{figures.gaps(KEPT)[THEN]} beside the row above, from the same seeds",
-        then="mxfp8",
+        is_timed=False,
     ),
     Choice("torchao tensorwise", step="torchao tensorwise"),
     Choice("torchao rowwise", step="torchao rowwise", record="torchao_rowwise"),
@@ -91,10 +101,8 @@ CHOICES = (
 
 
 def of_step(choice: Choice, field: str) -> str:
-    """Returns a figure of a step, with that of the last steps after it where it differs."""
-    rows = [figures.step_of(name) for name in (choice.step, choice.then) if name]
-    texts = dict.fromkeys(number(row.get(field)) for row in rows)
-    return ", then ".join(texts)
+    """Returns a figure of a step."""
+    return number(figures.step_of(choice.step).get(field) if choice.is_timed else None)
 
 
 def loss_of(choice: Choice) -> str:

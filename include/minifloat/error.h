@@ -10,7 +10,8 @@
 
 namespace minifloat {
 
-// Thrown on bad input, before anything is written, and where CUDA reports an error.
+// Thrown on bad input, before anything is written, and where CUDA reports an error, after which
+// results may be missing. One type has both: only the message tells them apart.
 class Error : public std::invalid_argument {
  public:
   using std::invalid_argument::invalid_argument;

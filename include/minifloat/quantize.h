@@ -63,7 +63,7 @@ struct Operand {
   // The active amax; under +delayed the current amax, for the history. null: not written.
   float* amax = nullptr;
   HistoryEntries history;            // raised to the current amax of +delayed; null: none
-  std::uint16_t* decoded = nullptr;  // null: not written; on CUDA at a multiple of 16 bytes
+  std::uint16_t* decoded = nullptr;  // at a multiple of 16 bytes; null: not written
   // Whether E2M1 under powers of two is written as fp4_as_fp8 would convert it: `codes` are E4M3,
   // (rows, padded_cols), and `scale` is the fp32 row scales. Then nothing is decoded.
   bool as_fp8 = false;

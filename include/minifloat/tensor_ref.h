@@ -43,8 +43,12 @@ using ParallelFor = void (*)(std::int64_t count, void (*body)(void*, std::int64_
 struct Execution {
   ParallelFor parallel_for = nullptr;  // CPU: null starts the library's threads, one a core
   void* stream = nullptr;              // CUDA: the cudaStream_t; null: the legacy default stream
-  // CUDA: allocates scratch for the kernels of this call, device memory in stream order. Null:
-  // cudaMallocAsync.
+  // CUDA: allocates scratch for the kernels of this call, perhaps several times: device memory in
+  // stream order, at a multiple of 256 bytes as cudaMalloc's. The caller frees it, once the stream
+  // has passed the call. A null result raises Error. Null: cudaMallocAsync, freed by the library.
+  //   Casts: an amax a tensor, row and column, and FP4 codes and scales beside Operand::as_fp8.
+  //   Functions of experts.h: these, and up to three matrices (rows, width) of the dtype.
+  //   Lists, groups: less than 1 KiB for each entry; grouped_product: CUTLASS's workspace too.
   void* (*allocate)(std::size_t bytes, void* context) = nullptr;
   void* allocate_context = nullptr;
 };

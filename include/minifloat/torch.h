@@ -23,10 +23,10 @@ namespace minifloat {
 
 // The state that a recipe may require besides the operands, on x's device.
 struct LinearState {
-  // +sr, +eden: int64 (2) or (3): seed, forward count and, if any, the module's stream, as
-  // nn::Linear's FNV-1a-64 of its name. Layers of one seed and count and without a stream draw the
-  // same bits. The backward pass reads the tensor of the forward pass again, so it must not be
-  // written to in between.
+  // +sr, +eden, also where no gradient is computed and only backward's operands have them: int64
+  // (2) or (3): seed, forward count and, if any, the module's stream, as nn::Linear's FNV-1a-64 of
+  // its name. Layers of one seed and count and without a stream draw the same bits. The backward
+  // pass reads the tensor of the forward pass again, so it must not be written to in between.
   std::optional<at::Tensor> rng;
   // +delayed: fp32 (6, 1 + length), one row an operand: fprop x, w; dgrad g, w; wgrad g, x. Column
   // 0 is the active amax; column 1 is this step's current amax, written in place; older ones
@@ -73,7 +73,9 @@ struct LinearOptions {
 
 // torch::nn::Linear under a recipe; parameters `weight` (N, K) and `bias` (N), initialised as in
 // torch. Under a stochastic recipe each forward pass in training mode draws fresh bits, and one in
-// evaluation mode repeats the last.
+// evaluation mode repeats the last. Each forward pass casts the weight; no codes are kept. Passes
+// of one module may run at once, except in training mode under a stochastic recipe, where each
+// counts. The constructor throws c10::ValueError for +delayed, whose histories a module lacks.
 class LinearImpl : public torch::nn::Module {
  public:
   explicit LinearImpl(LinearOptions options);

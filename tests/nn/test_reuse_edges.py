@@ -15,10 +15,12 @@ from tests.support.same_bits import require_same_numbers
 MODES = {"eval": False, "train": True}
 
 
-def layer(recipe="mxfp8"):
+def layer(recipe="mxfp8", accumulate=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(K, N, bias=False))
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe, accumulate=accumulate, verbose=False)
+    if accumulate == "main_grad":
+        model[0].weight.main_grad = torch.zeros(N, K)
     return model
 
 
@@ -158,6 +160,8 @@ def no_fingerprints(monkeypatch):
 
 def counted(model, run):
     twin = without_reuse(model)
+    if hasattr(model[0].weight, "main_grad"):  # deepcopy leaves attributes of parameters out
+        twin[0].weight.main_grad = model[0].weight.main_grad.clone()
     results = []
     count = casts(lambda: results.extend(run(model)), (N, K))
     for got, want in zip(results, run(twin), strict=True):
@@ -165,9 +169,14 @@ def counted(model, run):
     return count
 
 
+def gradient(weight):
+    return getattr(weight, "main_grad", weight.grad)
+
+
 @pytest.mark.usefixtures("no_fingerprints")
-def test_micro_batches_of_a_step_are_reused():
-    model = layer()
+@pytest.mark.parametrize("accumulate", [None, "main_grad", "grad"])
+def test_micro_batches_of_a_step_are_reused(accumulate):
+    model = layer(accumulate=accumulate)
     counts = []
     for i in range(3):
 
@@ -178,13 +187,30 @@ def test_micro_batches_of_a_step_are_reused():
                 y = m(batch(10 * i + j))
                 y.square().sum().backward()
                 losses.append(y.detach())
-            return [*losses, m[0].weight.grad.clone()]
+            return [*losses, gradient(m[0].weight).clone()]
 
         counts.append(counted(model, step))
         with torch.no_grad():
-            model[0].weight.sub_(0.01 * model[0].weight.grad)
+            model[0].weight.sub_(0.01 * gradient(model[0].weight))
+            if accumulate == "main_grad":
+                model[0].weight.main_grad.zero_()
         mf.step(model)
     assert counts == [2, 1, 1]
+
+
+@pytest.mark.usefixtures("no_fingerprints")
+def test_main_grads_of_one_buffer_reuse_nothing():
+    """Views share their count of writes, which then does not tell one weight's sums."""
+    model = layer(accumulate="main_grad")
+    buffer = torch.zeros(2 * N, K)
+    model[0].weight.main_grad = buffer[:N]
+
+    def step(m):
+        for j in range(4):
+            m(batch(j)).sum().backward()
+            buffer[N:] += 1  # what another layer's backward does
+
+    assert casts(lambda: step(model), (N, K)) == 4
 
 
 @pytest.mark.usefixtures("no_fingerprints")
@@ -197,22 +223,23 @@ def test_nothing_is_reused_outside_of_training():
 
 
 @pytest.mark.usefixtures("no_fingerprints")
-@pytest.mark.parametrize("resets", ["None", "zero_"])
+@pytest.mark.parametrize("resets", ["None", "zero_", "main_grad.zero_"])
 def test_updates_by_hand_through_data(resets):
     """Changes the weight in every iteration without torch's optimizers and mf.step."""
-    model, twin = layer(), layer()
+    accumulate = "main_grad" if "main_grad" in resets else None
+    model, twin = layer(accumulate=accumulate), layer(accumulate=accumulate)
     twin[0].weight_codes = None
     for i in range(8):
         grads = []
         for m in (model, twin):
             m(batch(i)).square().sum().backward()
             weight = m[0].weight
-            grads.append(weight.grad.clone())
-            weight.data -= 0.01 * weight.grad
+            grads.append(gradient(weight).clone())
+            weight.data -= 0.01 * gradient(weight)
             if resets == "None":
                 weight.grad = None
             else:
-                weight.grad.zero_()
+                gradient(weight).zero_()
         require_same_numbers(*grads)
 
 

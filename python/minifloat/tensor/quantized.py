@@ -179,8 +179,8 @@ def quantize(
             differ in the lowest bit alone have the same signs of the transform: the two operands of
             a product take such a pair.
         origin: (row, col) of x within the matrix that x is a shard of. The codes are those that the
-            whole matrix has there. Under `+sr` random bits repeat in matrices of
-            more than 2^32 rows or 2^36 columns as read.
+            whole matrix has there. Under `+sr` and `+eden` x must end within 2^32 rows and 2^36
+            columns, as read, of that matrix.
         groups: the table that mf.group_table(offs, rows) returned, for x (rows, cols). Each group
             is cast as a matrix of its own. Rows past the last group are not read.
         group_unit: least unit of the columns of a columnwise operand: 16, 32, 64 or 128; 0: the

@@ -48,6 +48,7 @@ class Scratch {
     if (bytes == 0) return;
     if (execution.allocate) {
       memory_ = execution.allocate(bytes, execution.allocate_context);
+      MINIFLOAT_CHECK(memory_, "Execution::allocate: expected ", bytes, " bytes, got null");
       return;
     }
     check(cudaMallocAsync(&memory_, bytes, stream_), "scratch");

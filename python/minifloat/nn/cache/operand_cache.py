@@ -18,10 +18,12 @@ counted. Further conditions detect most of those:
             sixth to a third of the cast. Tensor-parallel ranks add their fingerprints, so that all
             take the same decision
     CUDA    a weight is reused within the micro-batches of one training step only: in training mode,
-            with gradients enabled, where exactly one backward pass has added to the weight's
-            `.grad` since the weight was last read, or where that forward is recomputed. An input is
-            reused while it is the same tensor. After a write through `.data` between two
-            micro-batches of one step, or between the readers of an input, call mf.step(model)
+            with gradients enabled, where exactly one write has added to the weight's `main_grad`
+            or `.grad` since the weight was last read, or where that forward is recomputed. A
+            main_grad that is a view shares its count of writes with the whole buffer, so its weight
+            is not reused. An input is reused while it is the same tensor. After a write through
+            `.data` between two micro-batches of one step, or between the readers of an input, call
+            mf.step(model)
 
 A layer that was captured in a CUDA graph reuses nothing afterwards: writes of a replay are not
 counted. A layer whose parameter FSDP gathers reuses nothing either. The casts of tensor-parallel
@@ -141,9 +143,13 @@ def conditions_of_ranks(
 
 
 def gradient_of(weight: Tensor) -> tuple[int, int] | None:
-    """Returns a value that differs after each backward pass that adds to the weight's gradient."""
-    grad = weight.grad
-    return None if grad is None else (id(grad), grad._version)
+    """Returns a value that differs after each backward pass that adds to the weight's gradient.
+
+    The gradient is main_grad where the weight has it (accumulation.py), else .grad.
+    """
+    grad: Tensor | None = getattr(weight, "main_grad", None)
+    grad = weight.grad if grad is None else grad
+    return None if grad is None or grad.is_inference() else (id(grad), grad._version)
 
 
 def is_next_micro_batch(before: tuple[int, int] | None, now: tuple[int, int] | None) -> bool:
