@@ -121,6 +121,8 @@ def peak_bytes(step: Callable[[], object]) -> int:
     lasting state.
     """
     step()
+    if not torch.cuda.is_available():
+        return 0
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,6 +1,9 @@
-"""The least time of a linear layer's forward and backward on this device with these engines.
+"""The least time of a linear layer's forward and backward.
 
-floor = the three bare products + the fewest bytes of the casts at the speed of a copy
+floor = the three bare products of this device's engines + the fewest bytes of the casts at the
+        speed of its copy
+count = the FLOPs of the three products and the fewest bytes of the casts, at the rates of an H200.
+        A weight matrix stays in the L2 cache from its amax to its cast
 
 x, W, g     read once for their casts, and once more where an amax is needed first
 codes       written by the casts; the reads of the products are in the products' times
@@ -19,6 +22,10 @@ import torch
 from minifloat._native import ops
 from minifloat.spec import Spec
 from torch import Tensor
+
+FP8_RATE, BF16_RATE = 1000e9, 650e9  # FLOPs a ms, of large products within a whole step
+COPY_RATE = 4.1e9  # bytes a ms
+L2_CACHE = 50 << 20  # bytes
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -64,16 +71,19 @@ def cast_bytes(
     col: mf.Product,
     col_spec: str,
     saved: bool,
+    stays: bool = False,
 ) -> int:
     """Counts the bytes of both directions' casts of a bf16 matrix.
 
     saved: whether the columnwise direction is read again in backward.
+    stays: whether the matrix is in a cache after the read for an amax.
     """
     rows, cols = shape
     if row_spec == col_spec == "bf16":
         return 0
     total = 2 * rows * cols
-    total += total * (amax_first(row_spec, False) or amax_first(col_spec, True))
+    if not stays and (amax_first(row_spec, False) or amax_first(col_spec, True)):
+        total *= 2
     for spec, product, (r, c), is_saved in (
         (row_spec, row, (rows, cols), False),
         (col_spec, col, (cols, rows), saved),
@@ -86,12 +96,28 @@ def cast_bytes(
     return total
 
 
-def fewest_bytes(r: mf.Recipe, shape: tuple[int, int, int], experts: int = 1) -> int:
+def fewest_bytes(
+    r: mf.Recipe, shape: tuple[int, int, int], experts: int = 1, has_cache: bool = False
+) -> int:
+    """Counts the bytes of the casts of x, W and g.   has_cache: whether one of W may stay in it."""
     m, k, n = shape
+    stays = has_cache and 2 * n * k < L2_CACHE
     x = cast_bytes((m, k), r.fprop, r.fprop.a, r.wgrad, r.wgrad.b, saved=True)
-    w = cast_bytes((experts * n, k), r.fprop, r.fprop.b, r.dgrad, r.dgrad.b, saved=True)
+    w = cast_bytes((experts * n, k), r.fprop, r.fprop.b, r.dgrad, r.dgrad.b, True, stays)
     g = cast_bytes((m, n), r.dgrad, r.dgrad.a, r.wgrad, r.wgrad.a, saved=False)
     return x + w + g
+
+
+# ---- A count -------------------------------------------------------------------------------------
+
+
+def counted_ms(recipe: mf.Recipe, shape: tuple[int, int, int], experts: int) -> tuple[float, float]:
+    """Returns the ms of the products and of the casts, by the rates above."""
+    m, k, n = shape
+    three = recipe.fprop, recipe.dgrad, recipe.wgrad
+    rates = [BF16_RATE if "bf16" in (p.a, p.b) or value_bytes(p) == 2 else FP8_RATE for p in three]
+    products = sum(2 * m * n * k / rate for rate in rates)
+    return products, fewest_bytes(recipe, shape, experts, has_cache=True) / COPY_RATE
 
 
 # ---- Products ------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Products of experts on the GPU against bf16's grouped product of the same run: tables, and JSON.
 
-python benchmarks/gpu_grouped.py [--quick] [--recipes nvfp4,…]
+python benchmarks/gpu_grouped.py [--quick] [--recipes nvfp4,…] [--parts count,layers,…]
 
 casts       x of every preset, rowwise, columnwise and both: groups against the dense cast of
             the same size, in TB/s of the fewest bytes, padding counted
@@ -10,8 +10,10 @@ products    ours alone, along rows and along the contraction dimension, even gro
             ones, against the dense product of the same operands and size
 layers      forward and backward of mf.scaled_grouped_mm, weights cast anew, against compiled
             torch._grouped_mm, on even groups and on a router's counts; medians, alternately.
-            Beside them: the floor (_linear_floor.py), the speed with weights that are codes
-            already, the memory of a step, and torchao's FP8 by rows where it can be imported
+            Beside them: the floor and the count (_linear_floor.py), the speed with weights that
+            are codes already, the memory of a step, and torchao's FP8 by rows where it can be
+            imported
+count       the count of SMALL shapes, which needs no GPU: where FP8's bar is 88% of it
 """
 
 from __future__ import annotations
@@ -47,6 +49,9 @@ BASE = "torch bf16"
 FAST = "fp8_rowwise, all fast"
 RECIPES = {FAST: " ".join(f"{p}=e4m3/row*e4m3/row,fast" for p in ("fprop", "dgrad", "wgrad"))}
 TORCHAO = "torchao fp8 rowwise"
+# Many small experts, measured on a router's counts alone.
+SMALL: list[Shape] = [(49152, 1536, 2048, 96), (65536, 768, 2048, 128)]
+SHARE_OF_COUNT = 0.88
 FLOOR_COPY = 1 << 28  # bytes of the copy that a floor's casts are as fast as
 
 
@@ -64,6 +69,7 @@ class LayerRow:
     peak_gib: float
     cached_speed: float | None = None
     floor_speed: float | None = None
+    counted_ms: float | None = None
 
 
 def torchao_product() -> Callable[..., Tensor] | None:
@@ -117,6 +123,28 @@ def floor_speed(recipe: str, shape: Shape, bf16_ms: float, device: torch.device)
     return None if ms is None else bf16_ms / ms
 
 
+def counts_of(recipe: str, shape: Shape) -> tuple[float, float]:
+    """Returns the counted ms of the products and of the casts."""
+    m, n, k, e = shape
+    return floors.counted_ms(mf.Recipe(RECIPES.get(recipe, recipe)), (m, k, n), e)
+
+
+def print_counts(recipes: list[str]) -> None:
+    for shape in SMALL:
+        print(f"\ncount, (M, N, K, E) = {shape}: products, casts, together, ms")
+        for recipe in recipes:
+            if recipe != TORCHAO:
+                products, casts = counts_of(recipe, shape)
+                print(f"{recipe:22} {products:6.3f} {casts:6.3f} {products + casts:6.3f}")
+
+
+def bar_of(recipe: str, shape: Shape, groups: str, bf16_ms: float) -> float | None:
+    """Returns the least speed of a recipe; None where it has none."""
+    if shape in SMALL and recipe.startswith("fp8"):
+        return SHARE_OF_COUNT * bf16_ms / sum(counts_of(recipe, shape))
+    return timing.bar_of(BARS.get(recipe, ()), SHAPES, shape) if groups == "even" else None
+
+
 def measure_layers(
     shape: Shape, recipes: list[str], groups: str, device: torch.device, rounds: int
 ) -> list[LayerRow]:
@@ -140,11 +168,13 @@ def measure_layers(
             print(f"{recipe}: no figure, {str(error).splitlines()[0]}")
             continue
         ms, bf16_ms = times[recipe], times[""]
-        bar = timing.bar_of(BARS.get(recipe, ()), SHAPES, shape) if groups == "even" else None
+        bar = bar_of(recipe, shape, groups, bf16_ms)
         peak = timing.peak_bytes(steps[recipe]) / 2**30
         row = LayerRow(recipe, shape, groups, ms, bf16_ms / ms, bar, peak)
         if "cached" in steps:
             row.cached_speed = bf16_ms / times["cached"]
+        if is_ours:
+            row.counted_ms = sum(counts_of(recipe, shape))
         if is_ours and groups == "even":
             row.floor_speed = floor_speed(recipe, shape, bf16_ms, device)
         rows.append(row)
@@ -157,7 +187,7 @@ def measure_layers(
 def print_layers(rows: list[LayerRow]) -> bool:
     met = True
     print(f"\nforward + backward, (M, N, K, E) = {rows[0].shape}, {rows[0].groups} groups")
-    print(f"{'':31} speed, bar, speed with cached weights, of the floor, GiB")
+    print(f"{'':31} speed, bar, speed with cached weights, of the floor, GiB, share of the count")
     for r in rows:
         missed = r.bar is not None and r.speed < r.bar
         met = met and not missed
@@ -166,6 +196,7 @@ def print_layers(rows: list[LayerRow]) -> bool:
             f" {'' if x is None else format(x, '.2f'):>6}"
             for x in (r.cached_speed, r.floor_speed, r.peak_gib)
         )
+        others += f" {timing.percent(r.counted_ms and r.counted_ms / r.ms):>6}"
         missing = "  MISSED" if missed else ""
         print(f"{r.recipe:22} {r.ms:8.3f} ms {r.speed:6.2f} {bar:>5}{others}{missing}")
     return met
@@ -180,6 +211,9 @@ def main() -> int:
         default=["casts", "kernels", "engines", "products", "layers"],
     )
     args = parser.parse_args()
+    if args.parts == ["count"]:
+        print_counts(args.recipes or [*BARS, FAST])
+        return 0
     device = timing.require_device(args.device)
     torch.manual_seed(0)
     print(f"{timing.device_name(device)}, torch {torch.__version__}")
@@ -190,7 +224,7 @@ def main() -> int:
         casts = parts.measure_casts(device, args.quick)
         met = parts.print_casts(casts)
     if not args.quick and args.shapes is None:
-        shapes = [*shapes, (*SHAPES[1][:3], 64)]
+        shapes = [*shapes, (*SHAPES[1][:3], 64), *SMALL]
     kernels = []
     if "kernels" in args.parts and not args.quick:
         kernels = others.measure_kernels(device)
@@ -202,7 +236,7 @@ def main() -> int:
         if "products" in args.parts and shape in SHAPES:
             products += parts.measure_products(shape, device)
         for groups in ("even",) if args.quick else ("even", "routed"):
-            if "layers" not in args.parts:
+            if "layers" not in args.parts or (shape in SMALL and groups == "even"):
                 continue
             here = measure_layers(shape, recipes, groups, device, 2 if args.quick else 5)
             met = print_layers(here) and met
