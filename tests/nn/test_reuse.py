@@ -27,8 +27,7 @@ def batch(seed, rows=40, dtype=torch.float32):
 
 
 def held(model):
-    cached = model[0].weight_codes.cached
-    return None if cached is None else cached.codes
+    return model[0].weight_codes.cached
 
 
 # ---- The weight ----------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ def test_threads_do_not_get_each_others_codes(is_training):
 def no_fingerprints(monkeypatch):
     from minifloat.nn.cache import operand_cache as reuse
 
-    monkeypatch.setattr(reuse, "has_fingerprint", lambda t: False)
+    monkeypatch.setattr(reuse, "COMPARES_BYTES", False)
 
 
 def counted(model, run):
@@ -287,9 +287,16 @@ def test_a_copied_layer_has_no_reference_to_its_originals_memory():
     for _ in range(3):
         model(x)
     codes = model[0].weight_codes
-    assert codes.last is not None
-    twin = copy.deepcopy(codes)
-    assert twin.last is None
-    assert twin.cached is None
+    assert codes.cached is not None
+    assert copy.deepcopy(codes).cached is None
     attributes = copy.deepcopy(model[0].__dict__)
-    assert attributes["weight_codes"].last is None
+    assert attributes["weight_codes"].cached is None
+
+
+def test_an_unknown_cache_is_refused_before_anything_is_written():
+    x, history = torch.randn(40, K), torch.zeros(6, 17)
+    with pytest.raises(ValueError, match="expected weight_codes as the id of a cache, or 0, got 7"):
+        torch.ops.minifloat.linear(
+            x, torch.randn(N, K), None, "fp8_delayed", amax_history=history, weight_codes=7 << 40
+        )
+    assert not history.any()

@@ -13,6 +13,8 @@ from tests.support.fuzz_calls import FLOATS, Call, call, matrix, op_call, ops, w
 from tests.support.fuzz_values import Arena, values
 from tests.support.specs import SPECS
 
+CODES = torch.classes.minifloat.WeightCodes(True)
+
 
 def _layer_state(rng: Random, arena: Arena) -> dict[str, Any]:
     state = torch.zeros(6, 1 + rng.choice((1, 4)))
@@ -40,6 +42,8 @@ def _linear(rng: Random, arena: Arena) -> Call:
             of_what = x if of == "x" else w
             given = ops.layer_operands(of_what, args["recipe"], of)
             args[name] = [arena.place(t) for t in given]
+    if rng.random() < 0.2:
+        args |= {"weight_codes": CODES.id(), "training": rng.random() < 0.5}
     args["recompute"] = rng.choice(("", "weight"))
     args["accumulate"] = rng.choice(("", "", "grad", "main_grad", "main_grad"))
     is_added = args["accumulate"] == "main_grad" or rng.random() < 0.05

@@ -2,11 +2,13 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "layers/sharding.h"
+#include "layers/weight_codes.h"
 #include "ops/bridge.h"
 #include "ops/checks.h"
 
@@ -48,20 +50,48 @@ struct WeightsBelow {
   }
 };
 
+// Replaces the cache of a weight's codes by the codes, where the caller passes none. They depend on
+// autocast.   argument: by its name; null: the op has none
+void read_weight_codes(const std::function<c10::IValue*(std::string_view)>& argument) {
+  c10::IValue* const cache = argument("weight_codes");
+  if (!cache) return;
+  c10::IValue* const operands = argument("weight_operands");
+  const Tensor weight = argument("weight")->toTensor(), x = argument("x")->toTensor();
+  const std::string recipe = argument("recipe")->toStringRef();
+  const auto codes = torch_ops::WeightCodes::find(cache->toInt());
+  *cache = 0;
+  if (!codes || !operands->isNone()) return;
+  if (auto found = codes->operands({.weight = weight,
+                                    .matrix = weight,
+                                    .x = x,
+                                    .recipe = recipe,
+                                    .columnwise = x.requires_grad(),
+                                    .training = argument("training")->toBool(),
+                                    .saves_weight = !argument("recompute")->toStringRef().empty(),
+                                    .amax_history = argument("amax_history")->toOptional<Tensor>(),
+                                    .main_grad = argument("main_grad")->toOptional<Tensor>()}))
+    *operands = std::move(*found);
+}
+
 // Runs a layer's op below autocast, with its arguments by their names:
 //
 //     x, A, bias, biases     are cast
 //     weight, B, weights     are cast where the layer reads them
 template <c10::DeviceType device>
 void run_below(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
   const std::vector<c10::Argument>& arguments = op.schema().arguments();
   c10::IValue* const values = stack->data() + (stack->size() - arguments.size());
-  const auto find = [&](std::string_view name) -> c10::IValue* {
+  const auto argument = [&](std::string_view name) -> c10::IValue* {
     for (std::size_t i = 0; i < arguments.size(); ++i)
-      if (arguments[i].name() == name && !values[i].isNone()) return values + i;
+      if (arguments[i].name() == name) return values + i;
     return nullptr;
   };
+  const auto find = [&](std::string_view name) -> c10::IValue* {
+    c10::IValue* const value = argument(name);
+    return value && !value->isNone() ? value : nullptr;
+  };
+  read_weight_codes(argument);
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
   for (const char* name : {"x", "A", "bias"})
     if (c10::IValue* value = find(name)) *value = cast<device>(value->toTensor());
   if (c10::IValue* biases = find("biases")) {

@@ -9,7 +9,6 @@ namespace minifloat::torch_ops {
 namespace {
 
 using c10::IValue;
-using Reader = void (*)(LayerCall&, const IValue&);
 
 template <auto kMember>
 using MemberType = std::remove_reference_t<decltype(std::declval<LayerCall&>().*kMember)>;
@@ -47,6 +46,10 @@ void read_biases(LayerCall& call, const IValue& value) {
   }
 }
 
+void read_codes(LayerCall& call, const IValue& value) {
+  call.weight_codes = WeightCodes::find(value.toInt());
+}
+
 // Reads a member of the call's sharding.
 template <auto kMember>
 void read_sharding(LayerCall& call, const IValue& value) {
@@ -56,8 +59,8 @@ void read_sharding(LayerCall& call, const IValue& value) {
 }
 
 // The readers by the names of arguments. An argument that is None is not read.
-const std::unordered_map<std::string, Reader>& readers() {
-  static const std::unordered_map<std::string, Reader> table = {
+const std::unordered_map<std::string, ArgumentReader>& readers() {
+  static const std::unordered_map<std::string, ArgumentReader> table = {
       {"x", read<&LayerCall::x>},
       {"weight", read_weight},
       {"weights", read<&LayerCall::weights>},
@@ -82,20 +85,40 @@ const std::unordered_map<std::string, Reader>& readers() {
       {"weight_dim", read_sharding<&Sharding::weight_dim>},
       {"token_dim", read_sharding<&Sharding::token_dim>},
       {"gathered", read<&LayerCall::gathered>},
+      {"weight_codes", read_codes},
+      {"training", read<&LayerCall::training>},
   };
   return table;
 }
 
 }  // namespace
 
-LayerCall::LayerCall(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
-    if (arguments[i].isNone()) continue;
-    const auto reader = readers().find(schema.arguments()[i].name());
+std::vector<ArgumentReader> argument_readers(const c10::FunctionSchema& schema) {
+  std::vector<ArgumentReader> found;
+  for (const c10::Argument& argument : schema.arguments()) {
+    const auto reader = readers().find(argument.name());
     TORCH_INTERNAL_ASSERT(reader != readers().end(), schema.name(), ": no reader of ",
-                          schema.arguments()[i].name());
-    reader->second(*this, arguments[i]);
+                          argument.name());
+    found.push_back(reader->second);
   }
+  return found;
+}
+
+LayerCall::LayerCall(const std::vector<ArgumentReader>& readers,
+                     at::ArrayRef<c10::IValue> arguments) {
+  for (std::size_t i = 0; i < arguments.size(); ++i)
+    if (!arguments[i].isNone()) readers[i](*this, arguments[i]);
+  if (!weight_codes || !weight_operands.empty()) return;
+  WeightRead reads{.weight = weights[0],
+                   .matrix = weights[0],
+                   .x = x,
+                   .recipe = recipe,
+                   .columnwise = x.requires_grad(),
+                   .training = training,
+                   .saves_weight = !recompute.empty()};
+  if (!histories.empty()) reads.amax_history = histories[0];
+  if (!main_grads.empty()) reads.main_grad = main_grads[0];
+  if (auto codes = weight_codes->operands(reads)) weight_operands = std::move(*codes);
 }
 
 Layers layers_of(const char* op, const LayerCall& call, std::size_t begin, std::size_t count) {

@@ -15,13 +15,19 @@
 
 #include "layers/arguments.h"
 #include "layers/sharding.h"
+#include "layers/weight_codes.h"
 
 namespace minifloat::torch_ops {
 
+struct LayerCall;
+using ArgumentReader = void (*)(LayerCall&, const c10::IValue&);
+
+// Returns the readers of an op's arguments, in the schema's order.
+std::vector<ArgumentReader> argument_readers(const c10::FunctionSchema& schema);
+
 // One call. What an op does not take, or the caller leaves out, is empty.
 struct LayerCall {
-  // arguments: in the schema's order
-  LayerCall(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments);
+  LayerCall(const std::vector<ArgumentReader>& readers, at::ArrayRef<c10::IValue> arguments);
 
   Tensor x;
   std::vector<Tensor> weights;
@@ -36,17 +42,19 @@ struct LayerCall {
   std::string accumulate, received;
   std::optional<Sharding> sharding;  // of linear_sharded
   c10::intrusive_ptr<GatheredInput> gathered;
+  c10::intrusive_ptr<WeightCodes> weight_codes;  // of weight_operands that the caller leaves out
+  bool training = false;
 };
 
 // Returns `count` layers of a call from weight `begin` on. They refer to the call's tensors.
 Layers layers_of(const char* op, const LayerCall& call, std::size_t begin, std::size_t count);
 
-// A boxed kernel that runs kRun(const LayerCall&).
+// A boxed kernel of one op that runs kRun(const LayerCall&). The first call finds the readers.
 template <auto kRun>
 void run_layer(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const std::size_t count = op.schema().arguments().size();
-  auto result = kRun(LayerCall(op.schema(), torch::jit::last(*stack, count)));
-  torch::jit::drop(*stack, count);
+  static const std::vector<ArgumentReader> readers = argument_readers(op.schema());
+  auto result = kRun(LayerCall(readers, torch::jit::last(*stack, readers.size())));
+  torch::jit::drop(*stack, readers.size());
   torch::jit::push(*stack, std::move(result));
 }
 

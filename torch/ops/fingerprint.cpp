@@ -7,6 +7,8 @@
 //
 // One changed input of 64 bits always changes the chunk's hash, since each step is a bijection of
 // its lane. Two changes cancel with a probability of about 2^-64.
+#include "ops/fingerprint.h"
+
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/custom_class.h>
@@ -63,22 +65,23 @@ std::uint64_t hash_of(const at::Tensor& t) {
 // The hash of a tensor's bytes at one time.
 class Fingerprint : public torch::CustomClassHolder {
  public:
-  explicit Fingerprint(const at::Tensor& t) : hash_(checked_hash(t)) {}
-  bool matches(const at::Tensor& t) const { return checked_hash(t) == hash_; }
+  explicit Fingerprint(const at::Tensor& t) : hash_(torch_ops::fingerprint_of(t)) {}
+  bool matches(const at::Tensor& t) const { return torch_ops::fingerprint_of(t) == hash_; }
   std::int64_t value() const { return static_cast<std::int64_t>(hash_); }
 
  private:
-  static std::uint64_t checked_hash(const at::Tensor& t) {
-    bridge::check_memory("Fingerprint", "t", t);
-    TORCH_CHECK_VALUE(t.is_cpu() && t.is_contiguous(),
-                      "Fingerprint: expected contiguous memory of the CPU, got strides ",
-                      t.strides(), " on ", t.device());
-    return hash_of(t);
-  }
   std::uint64_t hash_;
 };
 
 }  // namespace
+
+std::uint64_t torch_ops::fingerprint_of(const at::Tensor& t) {
+  bridge::check_memory("Fingerprint", "t", t);
+  TORCH_CHECK_VALUE(t.is_cpu() && t.is_contiguous(),
+                    "Fingerprint: expected contiguous memory of the CPU, got strides ", t.strides(),
+                    " on ", t.device());
+  return hash_of(t);
+}
 
 TORCH_LIBRARY_FRAGMENT(minifloat, m) {
   m.class_<Fingerprint>("Fingerprint")

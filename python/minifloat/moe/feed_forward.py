@@ -197,7 +197,7 @@ class Products:
             **self.gate._asdict(),
             rng=[call.rng for call in calls],
             first_expert=max(call.first_expert for call in calls),  # 0 of one without a recipe
-            amax_history=[call.history for call in calls],
+            amax_history=[call.amax_history for call in calls],
             streams=[call.stream for call in calls],
             x_operands=None if tokens is None else [*tokens, *Operand.none(x.device)],
             weight_operands=[t for call in calls for t in call.operands or none],

@@ -10,7 +10,7 @@ torch/layers/weight_sums.h describes both; docs/accumulation.md says which one t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -24,17 +24,18 @@ TAKER = "gradient_taker"  # of a layer: the handle of its weight's hook
 DDP = vars(DistributedDataParallel)  # torch.compile guards the values of a dict, not of a class
 
 
-class Sums(NamedTuple):
-    """The arguments of the op `linear` that say where a weight's gradient is added.
+class Sums(TypedDict, total=False):
+    """The arguments of the op `linear` that say where a weight's gradient is added; {}: nowhere.
 
-    main_grad: (N, K), float32, or None.
-    accumulate: "", "grad" or "main_grad".
-    received: what autograd receives instead of an added gradient: "" nothing, "empty" or "zeros".
+    main_grad: (N, K), float32; left out under "grad".
+    accumulate: "grad" or "main_grad".
+    received: what autograd receives instead of an added gradient, "empty" or "zeros"; left out:
+        nothing.
     """
 
-    main_grad: Tensor | None = None
-    accumulate: str = ""
-    received: str = ""
+    main_grad: Tensor
+    accumulate: str
+    received: str
 
 
 def weight_sums(layer: RecipeState, weight: Tensor) -> Sums:
@@ -51,7 +52,7 @@ def weight_sums(layer: RecipeState, weight: Tensor) -> Sums:
             or something waits for a gradient that main_grad would take.
     """
     if not (layer.accumulate and torch.is_grad_enabled() and weight.requires_grad):
-        return Sums()
+        return {}
     if hasattr(weight, "device_mesh"):
         raise ValueError(
             f"accumulate={layer.accumulate!r}: expected a weight that tensor parallelism has not "
@@ -63,7 +64,7 @@ def weight_sums(layer: RecipeState, weight: Tensor) -> Sums:
             weight._backward_hooks = None
     if layer.accumulate == GRAD:
         require_float32_grad(layer, weight)
-        return Sums(None, GRAD)
+        return {"accumulate": GRAD}
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         raise ValueError(
@@ -80,13 +81,14 @@ def weight_sums(layer: RecipeState, weight: Tensor) -> Sums:
             )
         if not torch.compiler.is_compiling():  # compiled code: take_gradient checks, in backward
             require_no_hook(weight, f"{layer.fqn}'s weight")
-        return Sums(main_grad, MAIN_GRAD)
+        return {"main_grad": main_grad, "accumulate": MAIN_GRAD}
     # Megatron's hooks wait for a gradient, and add it to main_grad where this attribute is False.
     if torch.compiler.is_compiling():
-        return Sums(main_grad, MAIN_GRAD, "zeros")
-    weight.grad_added_to_main_grad = True
-    is_read = getattr(weight, "zero_out_wgrad", False)
-    return Sums(main_grad, MAIN_GRAD, "zeros" if is_read else "empty")
+        received = "zeros"
+    else:
+        weight.grad_added_to_main_grad = True
+        received = "zeros" if getattr(weight, "zero_out_wgrad", False) else "empty"
+    return {"main_grad": main_grad, "accumulate": MAIN_GRAD, "received": received}
 
 
 def require_no_hook(weight: Tensor, name: str) -> None:

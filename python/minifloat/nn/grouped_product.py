@@ -52,7 +52,7 @@ class ProductCall:
         recipe: its text.
         rng: int64 (seed, count[, stream]); None: nothing is stochastic.
         stream: of the product, besides one in rng.
-        history: float32 (6, E, 1 + length); None: nothing is delayed.
+        amax_history: float32 (6, E, 1 + length); None: nothing is delayed.
         operands: of the weight, as the op layer_operands returns them; None: cast by the product.
         first_expert: the number of the first matrix among all ranks' experts.
         recompute: "weight" where backward of `multiply` quantizes B again; "": it saves codes.
@@ -61,7 +61,7 @@ class ProductCall:
     recipe: str = "bf16"
     rng: Tensor | None = None
     stream: int = 0
-    history: Tensor | None = None
+    amax_history: Tensor | None = None
     operands: list[Tensor] | None = None
     first_expert: int = 0
     recompute: str = ""
@@ -85,7 +85,7 @@ class ProductCall:
             rng=self.rng,
             row_ids=row_ids_M,
             first_expert=self.first_expert,
-            amax_history=self.history,
+            amax_history=self.amax_history,
             stream=self.stream,
             weight_operands=self.operands,
             recompute=self.recompute,
@@ -163,7 +163,8 @@ class GroupedProduct(RecipeState):
         columnwise = x.requires_grad if needs_columnwise is None else needs_columnwise
         columnwise = columnwise and torch.is_grad_enabled()
         local: Tensor = getattr(weight, "_local_tensor", weight)
-        text, (rng, history, stream) = self.recipe.text, self.op_state(x.device)
+        text, state = self.recipe.text, self.op_state(x.device)
+        history = state.get("amax_history")
         operands: list[Tensor] | None = None
         if torch.compiler.is_compiling():
             if isinstance(local, QuantizedTensor):
@@ -177,7 +178,13 @@ class GroupedProduct(RecipeState):
             operands = self.weight_gather.operands(columnwise)
         else:
             operands = local.operands(self.recipe, columnwise, is_row_major)
-        return ProductCall(text, rng, stream, history, operands, self.first_expert, self.recompute)
+        return ProductCall(
+            text,
+            operands=operands,
+            first_expert=self.first_expert,
+            recompute=self.recompute,
+            **state,
+        )
 
     def cache_of(self, weight: Tensor) -> WeightCodes | None:
         """Returns the cache of the weight's codes, new for another parameter; None: no cache."""

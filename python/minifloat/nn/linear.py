@@ -122,7 +122,7 @@ class Linear(RecipeState, nn.Linear):
         share_random_state(self, [self], seed, None)
 
     def forward(self, input: Tensor) -> Tensor:
-        weight, is_compiling = self.weight, torch.compiler.is_compiling()
+        weight, is_compiling = parameter_of(self, "weight"), torch.compiler.is_compiling()
         sums = weight_sums(self, weight)
         if is_distributed(weight):
             return hooks.forward(self, input)
@@ -130,31 +130,25 @@ class Linear(RecipeState, nn.Linear):
             weight = weight.contiguous()
         if self.weight_gather is not None and not is_compiling:
             self.weight_gather.complete(weight, torch.is_grad_enabled() and input.requires_grad)
-        rng, history, stream = self.op_state(weight.device)
-        x_operands, w_operands = None, weight_operands(weight, self.recipe, input, history)
+        recipe = self.recipe
+        # An argument left out takes less time than its default.
+        given = self.op_state(weight.device)
+        operands = weight_operands(weight, recipe, input, given.get("amax_history"))
+        if operands is not None:
+            given["weight_operands"] = operands
         if not is_compiling and type(input) is Tensor and not input.is_meta:
-            if w_operands is None:
-                w_operands = self.cached_operands(
-                    self.weight_codes, weight, weight, input, input.requires_grad, history
-                )
+            if (cache := self.weight_codes) is not None:
+                cache.notice_capture(input)
+                given |= {"weight_codes": cache.id, "training": self.training}
             if self.shared_input is not None:
                 columnwise = torch.is_grad_enabled() and weight.requires_grad
-                x_operands = self.shared_input.operands(
-                    input, self.recipe.text, columnwise, conditions_of(input)
+                given["x_operands"] = self.shared_input.operands(
+                    input, recipe.text, columnwise, conditions_of(input)
                 )
-        return ops.linear.default(
-            input,
-            weight,
-            self.bias,
-            self.recipe.text,
-            rng=rng,
-            amax_history=history,
-            stream=stream,
-            x_operands=x_operands,
-            weight_operands=w_operands,
-            recompute=self.recompute,
-            **sums._asdict(),
-        )
+        if self.recompute:
+            given["recompute"] = self.recompute
+        bias = parameter_of(self, "bias")
+        return ops.linear.default(input, weight, bias, recipe.text, **given, **sums)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
@@ -199,6 +193,12 @@ class Linear(RecipeState, nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{nn.Linear.extra_repr(self)}, {super().extra_repr()}"
+
+
+def parameter_of(module: nn.Linear, name: str) -> Any:
+    """Returns an attribute, a parameter without a call of nn.Module.__getattr__."""
+    found = module._parameters
+    return found[name] if name in found else getattr(module, name)
 
 
 def require_known_class(layer: Linear, weight: Any) -> None:

@@ -247,7 +247,7 @@ def module_linear(layer: Linear, x: Tensor) -> Tensor:
     weight, is_compiling = cast(DTensor, layer.weight), torch.compiler.is_compiling()
     if not is_compiling:
         layer.unwrap_buffers()
-    rng, history, stream = layer.op_state(weight.device)
+    state = layer.op_state(weight.device)
     if not is_compiling and layer.rng_state is not None and shard_dim_of(weight) is not None:
         require_shared_seed(layer.rng_state, weight.device_mesh.get_group())
     return linear(
@@ -255,9 +255,7 @@ def module_linear(layer: Linear, x: Tensor) -> Tensor:
         weight,
         layer.bias,
         layer.recipe,
-        rng=rng,
-        amax_history=history,
-        stream=stream,
         layer=None if is_compiling else layer,
         recompute=layer.recompute,
+        **state,
     )

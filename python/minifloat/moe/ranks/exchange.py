@@ -182,7 +182,7 @@ class CodeSender:
             numbers, table = kept
             rows_from = numbers if rows_from is None else rows_from.index_select(0, numbers)
         found = ops.amax(rows, self.spec.text, groups=table, rows_from=rows_from)
-        history, group = self.call.history, self.experts.group
+        history, group = self.call.amax_history, self.experts.group
         if not self.spec.is_delayed or history is None:
             found = hooks.reduce_amaxes(found, group)
             return found, found

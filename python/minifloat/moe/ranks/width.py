@@ -156,7 +156,7 @@ def begin_product(
 ) -> ProductCall:
     """Begins a product: draws its random bits, and casts a weight whose codes are not cached."""
     local, mesh = weight._local_tensor, weight.device_mesh
-    rng, history, stream = product.op_state(x.device)
+    state = product.op_state(x.device)
     if product.rng_state is not None:
         require_shared_seed(product.rng_state, mesh.get_group(), product.fqn)
     operands: list[Tensor] | None
@@ -169,14 +169,12 @@ def begin_product(
             local.flatten(1, 2) if local.dim() == 4 else local,
             x,
             columnwise,
-            history,
+            state.get("amax_history"),
             mesh.get_group(),
             **sharding_of(mesh)._asdict(),
             weight_dim=1 if name == "w2" else 0,
         )
-    return ProductCall(
-        product.recipe.text, rng, stream, history, operands, recompute=product.recompute
-    )
+    return ProductCall(product.recipe.text, operands=operands, recompute=product.recompute, **state)
 
 
 def sharding_of(mesh: DeviceMesh) -> Sharding:

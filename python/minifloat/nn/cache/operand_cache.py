@@ -52,8 +52,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from ..._native import ops
 from ...recipe import Recipe
 from ...spec import Spec
-from ...tensor.quantized import Operands
-from ..state.random_state import is_in_backward
 
 # Names, within one parent, of projections that read one input: those of Llama checkpoints,
 # torchtitan and Hugging Face's models.
@@ -67,7 +65,6 @@ SIBLINGS = (
 
 Conditions = tuple[object, ...]
 Key = tuple[object, ...]  # of a state; equal keys show the same state
-Cast = Callable[..., list[Tensor]]  # (rowwise=, columnwise=) -> as the op layer_operands
 
 
 class Fingerprint(Protocol):
@@ -78,13 +75,12 @@ class Fingerprint(Protocol):
     def value(self) -> int: ...
 
 
-steps_taken = 0  # by this process's optimizers, except compiled steps
+COMPARES_BYTES = True  # whether WeightCodes compares fingerprints on a CPU; tests turn it off
 
 
 def count_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    global steps_taken
     if not torch.compiler.is_compiling():
-        steps_taken += 1
+        torch.classes.minifloat.WeightCodes.count_step()
 
 
 register_optimizer_step_post_hook(count_step)
@@ -106,14 +102,10 @@ def weak_storage(t: Tensor) -> StorageWeakRef:
     return StorageWeakRef(getattr(t, "_local_tensor", t).untyped_storage())
 
 
-def has_fingerprint(t: Tensor) -> bool:
-    """Tells whether fingerprint_of can read the tensor."""
-    return t.is_cpu and not hasattr(t, "_local_tensor") and t.is_contiguous()
-
-
 def fingerprint_of(t: Tensor) -> Fingerprint | None:
     """Returns a fingerprint of a contiguous CPU tensor's bytes; None of another tensor."""
-    return torch.classes.minifloat.Fingerprint(t.detach()) if has_fingerprint(t) else None
+    has_bytes = t.is_cpu and not hasattr(t, "_local_tensor") and t.is_contiguous()
+    return torch.classes.minifloat.Fingerprint(t.detach()) if has_bytes else None
 
 
 def conditions_of(x: Tensor) -> Conditions:
@@ -127,41 +119,17 @@ def conditions_of(x: Tensor) -> Conditions:
     return dtype, torch.is_inference_mode_enabled(), stream, capturing
 
 
-def conditions_of_ranks(
-    shard: Tensor, x: Tensor, group: dist.ProcessGroup
-) -> tuple[Conditions, bool]:
-    """Returns conditions_of x, and whether they show that no rank's shard has changed.
+def fingerprint_of_ranks(shard: Tensor, group: dist.ProcessGroup) -> int | None:
+    """Returns the sum of the fingerprints of all ranks' shards; None of those without one.
 
-    Casts exchange amaxes, so all ranks must decide the same: by the sum of their fingerprints.
+    Casts exchange amaxes, so all ranks must decide the same.
     """
-    conditions, fingerprint = conditions_of(x), fingerprint_of(shard)
+    fingerprint = fingerprint_of(shard)
     if fingerprint is None:
-        return conditions, False
+        return None
     total = torch.tensor(fingerprint.value())
     dist.all_reduce(total, group=group)
-    return (*conditions[:-1], total.item(), conditions[-1]), True
-
-
-def gradient_of(weight: Tensor) -> tuple[int, int] | None:
-    """Returns a value that differs after each backward pass that adds to the weight's gradient.
-
-    The gradient is main_grad where the weight has it (accumulation.py), else .grad.
-    """
-    grad: Tensor | None = getattr(weight, "main_grad", None)
-    grad = weight.grad if grad is None else grad
-    return None if grad is None or grad.is_inference() else (id(grad), grad._version)
-
-
-def is_next_micro_batch(before: tuple[int, int] | None, now: tuple[int, int] | None) -> bool:
-    """Tells whether gradients show the next micro-batch of one step, or a recomputed forward.
-
-    Between two micro-batches exactly one backward pass adds to the weight's gradient, in place.
-    """
-    if is_in_backward() and before == now:
-        return True
-    if before is None:
-        return now is not None
-    return now == (before[0], before[1] + 1)
+    return int(total)
 
 
 class Snapshot(NamedTuple):
@@ -177,119 +145,33 @@ class Snapshot(NamedTuple):
         return self.key == key and (known is None or known.matches(t.detach()))
 
 
-class CachedCodes(NamedTuple):
-    """Codes of a weight. Threads share them, so they are replaced as a whole and never changed."""
-
-    weight: Snapshot
-    codes: list[Tensor]
-    has_columnwise: bool
-
-
 class WeightCodes:
-    """The cached codes of one layer's weight: of both directions, or of the rowwise one."""
+    """The cached codes of one layer's weight, which ops read (torch/layers/weight_codes.h)."""
 
     def __init__(self) -> None:
-        self.is_captured = False  # in a CUDA graph
-        self.last: Snapshot | None = None  # in which the weight was read last
-        self.gradient: tuple[int, int] | None = None  # gradient_of the weight at its last use
-        self.is_reused = False  # whether the weight was read twice in the state of `last`
-        self.cached: CachedCodes | None = None
-        self.form: tuple[Key, bool] | None = None  # a state of the weight, and whether it has codes
+        self.native = torch.classes.minifloat.WeightCodes(COMPARES_BYTES)
+        self.id = self.native.id()  # by which ops are told of the cache
 
     def __reduce__(self) -> tuple[object, ...]:
-        # A copied layer has no cached codes. A copied StorageWeakRef would be released twice.
-        return WeightCodes, ()
+        return WeightCodes, ()  # a copied layer has no cached codes
+
+    @property
+    def cached(self) -> list[Tensor] | None:
+        """The operands that are held, of both directions or of the rowwise one; None: none."""
+        return self.native.held()
 
     def forget(self) -> None:
         """Drops the codes: the weight may have changed."""
-        self.last, self.cached = None, None
+        self.native.forget()
 
     def start_over(self) -> None:
         """Drops the codes and expects no reuse: training, evaluation or tracing has begun."""
-        self.forget()
-        self.is_reused = False
+        self.native.start_over()
 
-    def operands(
-        self,
-        weight: Tensor,
-        recipe: str,
-        columnwise: bool,
-        conditions: Conditions,
-        is_in_step: bool,
-        cast: Cast,
-        conditions_suffice: bool = False,
-        saves_weight: bool = False,
-    ) -> list[Tensor] | None:
-        """Returns a weight's operands, cached or cast now; None: the layer is to quantize it.
-
-        Args:
-            weight: (N, K), float32 or bfloat16.
-            recipe: its text.
-            columnwise: whether the reader needs Wᵀ too.
-            conditions: those of conditions_of, and more that the caller adds.
-            is_in_step: whether the forward is part of a training step.
-            cast: makes the tensors of either direction.
-            conditions_suffice: whether equal `conditions` show that the codes are current.
-            saves_weight: whether the layer saves a weight without codes. A checkpointed forward
-                must save the same again, so all forwards with one state of the weight have codes,
-                or none has.
-        """
-        if conditions[-1]:  # a CUDA graph captures the forward
-            self.is_captured, self.cached = True, None
-        if weight.is_inference():
-            return None
-        is_hashed = not conditions_suffice and has_fingerprint(weight)
-        key = (id(weight), write_version(weight), steps_taken, recipe, conditions)
-        last = self._second_use(weight, key, is_in_step, conditions_suffice or is_hashed)
-        if saves_weight and columnwise:
-            state, form = key[:-1], self.form
-            if form is None or form[0] != state:
-                self.form = form = (state, last is not None)
-            if not form[1]:
-                self.cached = None
-                return None
-            if last is None:
-                return cast(rowwise=True, columnwise=True)
-        if last is None:
-            return None
-        cached = self.cached
-        if cached is None or not cached.weight.is_of(weight, key):
-            fingerprint = fingerprint_of(weight) if is_hashed else None
-            codes = cast(rowwise=True, columnwise=columnwise)
-            cached = CachedCodes(last._replace(fingerprint=fingerprint), codes, columnwise)
-        elif columnwise and not cached.has_columnwise:
-            added = Operands.of(cast(rowwise=False, columnwise=True)).columnwise
-            codes = Operands(Operands.of(cached.codes).rowwise, added).tensors()
-            cached = CachedCodes(cached.weight, codes, True)
-        self.cached = cached
-        return cached.codes
-
-    def _second_use(
-        self, weight: Tensor, key: Key, is_in_step: bool, is_shown: bool
-    ) -> Snapshot | None:
-        """Records a use; returns it where the codes will be read again, else None.
-
-        Args:
-            key: of the weight's state, the recipe and the conditions.
-            is_shown: whether the key or a fingerprint shows that codes are current.
-        """
-        if self.is_captured:
-            return None
-        if not (is_in_step or is_shown):
-            self.start_over()
-            return None
-        last = self.last
-        is_same_use = last is not None and key == last.key
-        if not is_shown:
-            gradient = gradient_of(weight)
-            is_same_use = is_same_use and is_next_micro_batch(self.gradient, gradient)
-            self.gradient = gradient
-        if last is not None and is_same_use:
-            self.is_reused = True
-            return last
-        was_reused, use = self.is_reused, Snapshot(key, weak_storage(weight))
-        self.last, self.is_reused, self.cached = use, False, None
-        return use if was_reused else None  # self.last may be another thread's by now
+    def notice_capture(self, x: Tensor) -> None:
+        """Reuses nothing from now on where a CUDA graph captures a forward of x."""
+        if x.is_cuda and torch.cuda.is_current_stream_capturing():
+            self.native.capture()
 
 
 class CachedInput(NamedTuple):

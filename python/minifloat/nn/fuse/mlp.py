@@ -221,16 +221,19 @@ def one_op(module: MLP, x: Tensor) -> Tensor:
     """Computes the feed-forward by the op."""
     parts = cast(Parts, module.mlp_parts)
     layers: list[Linear] = [getattr(module, name) for name in parts.layers]
-    main_grads, accumulate, received = sums_of(layers)
+    sums = sums_of(layers)
     states = [layer.op_state(layer.weight.device) for layer in layers]
-    rng, histories, streams = (list(each) for each in zip(*states))
+    rng = [state["rng"] for state in states if "rng" in state]
+    histories = [state["amax_history"] for state in states if "amax_history" in state]
     reads_back = [x.requires_grad] * len(layers)  # of each weight, whether backward does
     reads_back[-1] |= any(p.requires_grad for layer in layers[:-1] for p in layer.parameters())
     codes: list[list[Tensor] | None] = [None]
     if not torch.compiler.is_compiling():
         codes = [
-            m.cached_operands(m.weight_codes, m.weight, m.weight, x, columnwise, history)
-            for m, columnwise, history in zip(layers, reads_back, histories)
+            m.cached_operands(
+                m.weight_codes, m.weight, m.weight, x, columnwise, state.get("amax_history")
+            )
+            for m, columnwise, state in zip(layers, reads_back, states)
         ]
     return ops.mlp(
         x,
@@ -238,26 +241,27 @@ def one_op(module: MLP, x: Tensor) -> Tensor:
         [layer.bias for layer in layers],
         parts.recipe,
         parts.activation,
-        rng=None if rng[0] is None else rng,
-        amax_history=None if histories[0] is None else histories,
-        streams=streams,
+        rng=rng or None,
+        amax_history=histories or None,
+        streams=[state.get("stream", 0) for state in states],
         weight_operands=None if None in codes else [t for c in codes for t in c or ()],
         recompute=layers[-1].recompute,
-        main_grads=main_grads,
-        accumulate=accumulate,
-        received=received,
+        **sums,
     )
 
 
-def sums_of(layers: list[Linear]) -> tuple[list[Tensor] | None, str, str]:
+def sums_of(layers: list[Linear]) -> dict[str, Any]:
     """Returns main_grads, accumulate and received of the layers, as the op takes them."""
     sums = [weight_sums(layer, layer.weight) for layer in layers]
-    trained = [s for s in sums if s.accumulate]
+    trained = [s for s in sums if s]
     if not trained:
-        return None, "", ""
-    main_grads = None
-    if trained[0].main_grad is not None:
-        unread = trained[0].main_grad.new_empty(0)  # of a frozen weight
-        main_grads = [unread if s.main_grad is None else s.main_grad for s in sums]
-    received = {s.received for s in trained}
-    return main_grads, trained[0].accumulate, received.pop() if len(received) == 1 else "zeros"
+        return {}
+    received = {s.get("received", "") for s in trained}
+    found: dict[str, Any] = {
+        "accumulate": trained[0]["accumulate"],
+        "received": received.pop() if len(received) == 1 else "zeros",
+    }
+    if "main_grad" in trained[0]:
+        unread = trained[0]["main_grad"].new_empty(0)  # of a frozen weight
+        found["main_grads"] = [s.get("main_grad", unread) for s in sums]
+    return found

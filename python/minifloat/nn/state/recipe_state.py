@@ -9,7 +9,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,7 @@ from ...checks import require_int, require_one_of
 from ...recipe import Recipe, operand_names
 from ...spec import Spec
 from ...tensor.quantized_tensor import QuantizedTensor
-from ..cache.operand_cache import WeightCodes, conditions_of, conditions_of_ranks
+from ..cache.operand_cache import WeightCodes, fingerprint_of_ranks
 from ..hooks import ExpertWeightGather, WeightGather, is_distributed
 from ..names import clean_name, unwrapped
 from .random_state import Draws, RngState, as_normal
@@ -195,25 +194,27 @@ class RecipeState(nn.Module):
         self.register_buffer("stream", stream, persistent=False)
         self.register_buffer("amax_history", history, persistent=False)
 
-    def op_state(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, int]:
-        """Returns random state, amax history and stream of this forward, as the op takes them.
+    def op_state(self, device: torch.device) -> dict[str, Any]:
+        """Returns rng, amax_history and stream of this forward by name, those that there are.
 
         Compiled code has the stream in the random state, so that layers of all names share one
         graph.
 
         device: of the random state.
         """
-        history = self.step_history()
-        if not torch.compiler.is_compiling():
-            return self.draw_rng(device), history, self.stream_id
-        stream, rng = self.stream, None
+        is_compiling = torch.compiler.is_compiling()
+        found: dict[str, Any] = {} if is_compiling else {"stream": self.stream_id}
+        if (history := self.step_history()) is not None:
+            found["amax_history"] = history
+        if self.rng_state is None:
+            return found
+        if not is_compiling:
+            return found | {"rng": self.rng_state.draw(self.draws, device, self.training)}
+        stream = self.stream
         if is_distributed(stream):  # torch's parallel styles have made DTensors of buffers
             stream = stream.to_local()
-        if history is not None and is_distributed(history):
-            history = history.to_local()
-        if self.rng_state is not None:
-            rng = torch.cat([self.rng_state.trace(self.training).to(stream.device), stream])
-        return rng, history, 0
+        state = self.rng_state.trace(self.training).to(stream.device)
+        return found | {"rng": torch.cat([state, stream])}
 
     def cached_operands(
         self,
@@ -238,29 +239,32 @@ class RecipeState(nn.Module):
             process_group: the ranks of a sharded weight, which change their shards together.
             shards: arguments of its cast.
         """
-        # Outside autocast a weight of another dtype has a gradient of its own dtype.
-        is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
-        if cache is None or is_cast:
+        if cache is None:
             return None
-        text, cast = self.recipe.text, ops.layer_operands.default
-        conditions, is_shown = conditions_of(x), False
-        if process_group is not None:
-            conditions, is_shown = conditions_of_ranks(matrix, x, process_group)
-        return cache.operands(
+        total = None if process_group is None else fingerprint_of_ranks(matrix, process_group)
+        cache.notice_capture(x)
+        return cache.native.operands(
             weight,
-            text,
-            columnwise and torch.is_grad_enabled(),
-            conditions,
-            self.is_in_step(),
-            partial(cast, matrix, text, "w", amax_history=amax_history, **shards),
-            is_shown,
+            matrix,
+            x,
+            self.recipe.text,
+            columnwise,
+            self.training,
             bool(self.recompute),
+            amax_history,
+            getattr(weight, "main_grad", None),
+            total,
+            **shards,
         )
 
     def step_history(self) -> Tensor | None:
         """Returns the amax history that an op writes to: a copy outside training steps."""
-        history = self.amax_history
-        if history is None or self.is_in_step():
+        history = self._buffers["amax_history"]
+        if history is None:
+            return None
+        if torch.compiler.is_compiling() and is_distributed(history):
+            history = history.to_local()
+        if self.is_in_step():
             return history
         if not (torch.compiler.is_compiling() or self.training) and self.evaluates_unscaled:
             warnings.warn(UNSCALED.format(self.fqn or "the layer"), stacklevel=2)
@@ -269,12 +273,6 @@ class RecipeState(nn.Module):
     def is_in_step(self) -> bool:
         """Tells whether a forward now is part of a training step."""
         return self.training and torch.is_grad_enabled()
-
-    def draw_rng(self, device: torch.device) -> Tensor | None:
-        """Returns (seed, count) of this forward; None where no spec of the recipe is stochastic."""
-        if self.rng_state is None:
-            return None
-        return self.rng_state.draw(self.draws, device, self.training)
 
     def extra_repr(self) -> str:
         memory = f", recompute={self.recompute!r}" if self.recompute else ""
