@@ -5,8 +5,8 @@
 TB/s counts the minimum bytes: the input once (twice where the cast needs an amax that is not
 passed), each output once. The ceiling is the fastest copy of the input's size or a smaller one,
 which reads and writes it: copies of 512 MiB are slower than those of 256. Each is measured before
-and after the rows of a shape. Bars hold at the first shape. torchao's casts under torch.compile are
-shown where it can be imported.
+and after the rows of a shape. Bars hold at the first shape. The casts of x, W and g of every preset
+are among the rows. torchao's casts under torch.compile are shown where it can be imported.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
+import minifloat as mf
 import torch
 from minifloat._native import ops
 from minifloat.spec import Spec
@@ -200,7 +201,25 @@ def all_cases() -> list[Case]:
     table += operands_as_fp8()
     table += [cast(spec, "", decoded=True) for spec in ("nvfp4", "mxfp8")]
     table += [cast(spec, spec, 0.85, dtype=torch.float32) for spec in ("mxfp8", "nvfp4")]
-    return table
+    names = {case.name for case in table}
+    return table + [case for case in preset_cases() if case.name not in names]
+
+
+def preset_cases() -> list[Case]:
+    """Returns the casts of x, W and g of every preset, each once."""
+    found: dict[str, Case] = {}
+    for name in mf.presets():
+        r = mf.Recipe(name)
+        for pair in ((r.fprop.a, r.wgrad.b), (r.fprop.b, r.dgrad.b), (r.dgrad.a, r.wgrad.a)):
+            row, col = (spec.replace("+delayed", "").replace("bf16", "") for spec in pair)
+            parsed = [Spec.parse(spec) for spec in (row, col) if spec]
+            if not parsed:
+                continue
+            is_harder = any(spec.is_stochastic or spec.transform for spec in parsed)
+            of_columns = col and Spec.parse(col).amax_of == "row"
+            case = cast(row, col, 0.70 if is_harder else 0.80, reads=2 if of_columns else 1)
+            found.setdefault(case.name, case)
+    return list(found.values())
 
 
 def peer_cases() -> list[Case]:
