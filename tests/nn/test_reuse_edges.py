@@ -295,8 +295,30 @@ def test_a_copied_layer_has_no_reference_to_its_originals_memory():
 
 def test_an_unknown_cache_is_refused_before_anything_is_written():
     x, history = torch.randn(40, K), torch.zeros(6, 17)
-    with pytest.raises(ValueError, match="expected weight_codes as the id of a cache, or 0, got 7"):
+    with pytest.raises(ValueError, match="expected weight_cache as the id of a cache, or 0, got 7"):
         torch.ops.minifloat.linear(
-            x, torch.randn(N, K), None, "fp8_delayed", amax_history=history, weight_codes=7 << 40
+            x, torch.randn(N, K), None, "fp8_delayed", amax_history=history, weight_cache=7 << 40
         )
     assert not history.any()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_refused_call_casts_nothing(autocast):
+    """Refuses a bad x where the second read would cast the weight, which writes its amax."""
+    model = nn.Sequential(nn.Linear(K, N, bias=False))
+    mf.quantize_(model, "fp8_delayed", verbose=False)
+    model(batch())
+    history = model[0].amax_history
+    history.zero_()
+    refused = pytest.raises(ValueError, match=r"linear: expected weight .* for x")
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), refused:
+        model(torch.randn(40, K + 1))
+    assert autocast or not history.any()  # autocast needs the codes before the op checks its input
+
+
+def test_a_trace_has_no_number_of_a_cache():
+    model, x = layer().eval(), batch()
+    want = model(x)
+    traced = torch.jit.trace(model, x, check_trace=False)
+    model.load_state_dict(model.state_dict())  # which makes a new cache
+    require_same_numbers(traced(x), want)

@@ -43,7 +43,7 @@ def _linear(rng: Random, arena: Arena) -> Call:
             given = ops.layer_operands(of_what, args["recipe"], of)
             args[name] = [arena.place(t) for t in given]
     if rng.random() < 0.2:
-        args |= {"weight_codes": CODES.id(), "training": rng.random() < 0.5}
+        args |= {"weight_cache": CODES.id(), "training": rng.random() < 0.5}
     args["recompute"] = rng.choice(("", "weight"))
     args["accumulate"] = rng.choice(("", "", "grad", "main_grad", "main_grad"))
     is_added = args["accumulate"] == "main_grad" or rng.random() < 0.05
@@ -53,6 +53,37 @@ def _linear(rng: Random, arena: Arena) -> Call:
         args["main_grad"] = arena.place(torch.zeros(shape))
     one = op_call("linear", **args)
     return Call(with_backward(one.run), args, one.writes)
+
+
+@call("WeightCodes.operands")
+def _cached_operands(rng: Random, arena: Arena) -> Call:
+    def run(reads: int, **args: Any) -> None:
+        cache = torch.classes.minifloat.WeightCodes(True)
+        for _ in range(reads % 4):
+            cache.operands(*args.values())
+
+    x, w = matrix(rng, arena), matrix(rng, arena)
+    args: dict[str, Any] = {"weight": w, "matrix": w, "x": x.to(w.dtype)}
+    args |= {"recipe": rng.choice(("mxfp8", "fp8_delayed")), "columnwise": rng.random() < 0.5}
+    args |= {"training": rng.random() < 0.5, "saves_weight": rng.random() < 0.5}
+    args |= {"amax_history": arena.place(torch.zeros(6, 5)), "main_grad": None, "fingerprint": None}
+    return Call(run, {"reads": 3, **args}, {"amax_history"})
+
+
+def _of_cache(name: str) -> Any:
+    def make(rng: Random, arena: Arena) -> Call:
+        return Call(lambda: getattr(torch.classes.minifloat.WeightCodes(True), name)(), {})
+
+    return make
+
+
+for _name in ("id", "forget", "start_over", "capture", "held"):
+    call(f"WeightCodes.{_name}")(_of_cache(_name))
+
+
+@call("count_step")
+def _count_step(rng: Random, arena: Arena) -> Call:
+    return op_call("count_step")
 
 
 @call("linear_sharded")

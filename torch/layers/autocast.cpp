@@ -2,13 +2,12 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "layers/layer_call.h"
 #include "layers/sharding.h"
-#include "layers/weight_codes.h"
 #include "ops/bridge.h"
 #include "ops/checks.h"
 
@@ -50,27 +49,15 @@ struct WeightsBelow {
   }
 };
 
-// Replaces the cache of a weight's codes by the codes, where the caller passes none. They depend on
-// autocast.   argument: by its name; null: the op has none
-void read_weight_codes(const std::function<c10::IValue*(std::string_view)>& argument) {
-  c10::IValue* const cache = argument("weight_codes");
-  if (!cache) return;
-  c10::IValue* const operands = argument("weight_operands");
-  const Tensor weight = argument("weight")->toTensor(), x = argument("x")->toTensor();
-  const std::string recipe = argument("recipe")->toStringRef();
-  const auto codes = torch_ops::WeightCodes::find(cache->toInt());
+// Replaces the number of a weight's cache by the codes, which depend on autocast.
+void read_weight_cache(const c10::OperatorHandle& op, c10::IValue* values, c10::IValue* cache,
+                       c10::IValue* operands) {
+  using namespace torch_ops;
+  static const std::vector<ArgumentReader> readers = argument_readers(op.schema());  // of `linear`
+  std::vector<Tensor> codes =
+      cached_codes(LayerCall(readers, at::ArrayRef<c10::IValue>(values, readers.size())));
   *cache = 0;
-  if (!codes || !operands->isNone()) return;
-  if (auto found = codes->operands({.weight = weight,
-                                    .matrix = weight,
-                                    .x = x,
-                                    .recipe = recipe,
-                                    .columnwise = x.requires_grad(),
-                                    .training = argument("training")->toBool(),
-                                    .saves_weight = !argument("recompute")->toStringRef().empty(),
-                                    .amax_history = argument("amax_history")->toOptional<Tensor>(),
-                                    .main_grad = argument("main_grad")->toOptional<Tensor>()}))
-    *operands = std::move(*found);
+  if (!codes.empty()) *operands = std::move(codes);
 }
 
 // Runs a layer's op below autocast, with its arguments by their names:
@@ -90,7 +77,9 @@ void run_below(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     c10::IValue* const value = argument(name);
     return value && !value->isNone() ? value : nullptr;
   };
-  read_weight_codes(argument);
+  c10::IValue* const cache = argument("weight_cache");
+  if (cache && cache->toInt() != 0)
+    read_weight_cache(op, values, cache, argument("weight_operands"));
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
   for (const char* name : {"x", "A", "bias"})
     if (c10::IValue* value = find(name)) *value = cast<device>(value->toTensor());

@@ -46,8 +46,8 @@ void read_biases(LayerCall& call, const IValue& value) {
   }
 }
 
-void read_codes(LayerCall& call, const IValue& value) {
-  call.weight_codes = WeightCodes::find(value.toInt());
+void read_cache(LayerCall& call, const IValue& value) {
+  call.weight_cache = WeightCodes::find(value.toInt());
 }
 
 // Reads a member of the call's sharding.
@@ -85,7 +85,7 @@ const std::unordered_map<std::string, ArgumentReader>& readers() {
       {"weight_dim", read_sharding<&Sharding::weight_dim>},
       {"token_dim", read_sharding<&Sharding::token_dim>},
       {"gathered", read<&LayerCall::gathered>},
-      {"weight_codes", read_codes},
+      {"weight_cache", read_cache},
       {"training", read<&LayerCall::training>},
   };
   return table;
@@ -108,17 +108,20 @@ LayerCall::LayerCall(const std::vector<ArgumentReader>& readers,
                      at::ArrayRef<c10::IValue> arguments) {
   for (std::size_t i = 0; i < arguments.size(); ++i)
     if (!arguments[i].isNone()) readers[i](*this, arguments[i]);
-  if (!weight_codes || !weight_operands.empty()) return;
-  WeightRead reads{.weight = weights[0],
-                   .matrix = weights[0],
-                   .x = x,
-                   .recipe = recipe,
-                   .columnwise = x.requires_grad(),
-                   .training = training,
-                   .saves_weight = !recompute.empty()};
-  if (!histories.empty()) reads.amax_history = histories[0];
-  if (!main_grads.empty()) reads.main_grad = main_grads[0];
-  if (auto codes = weight_codes->operands(reads)) weight_operands = std::move(*codes);
+}
+
+std::vector<Tensor> cached_codes(const LayerCall& call) {
+  if (!call.weight_cache || !call.weight_operands.empty()) return {};
+  WeightRead read{.weight = call.weights[0],
+                  .matrix = call.weights[0],
+                  .x = call.x,
+                  .recipe = call.recipe,
+                  .columnwise = call.x.requires_grad(),
+                  .training = call.training,
+                  .saves_weight = !call.recompute.empty()};
+  if (!call.histories.empty()) read.amax_history = call.histories[0];
+  if (!call.main_grads.empty()) read.main_grad = call.main_grads[0];
+  return call.weight_cache->operands(read).value_or(std::vector<Tensor>());
 }
 
 Layers layers_of(const char* op, const LayerCall& call, std::size_t begin, std::size_t count) {

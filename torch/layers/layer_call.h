@@ -42,17 +42,23 @@ struct LayerCall {
   std::string accumulate, received;
   std::optional<Sharding> sharding;  // of linear_sharded
   c10::intrusive_ptr<GatheredInput> gathered;
-  c10::intrusive_ptr<WeightCodes> weight_codes;  // of weight_operands that the caller leaves out
+  c10::intrusive_ptr<WeightCodes> weight_cache;  // of weight_operands that the caller leaves out
   bool training = false;
 };
+
+// Returns the codes that the call's cache has of its one weight, or casts now; empty: the layer is
+// to quantize the weight, or the caller passes its operands.
+std::vector<Tensor> cached_codes(const LayerCall& call);
 
 // Returns `count` layers of a call from weight `begin` on. They refer to the call's tensors.
 Layers layers_of(const char* op, const LayerCall& call, std::size_t begin, std::size_t count);
 
-// A boxed kernel of one op that runs kRun(const LayerCall&). The first call finds the readers.
+// A boxed kernel that runs kRun(const LayerCall&). Each op has a kRun of its own, whose first call
+// finds the readers.
 template <auto kRun>
 void run_layer(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   static const std::vector<ArgumentReader> readers = argument_readers(op.schema());
+  TORCH_INTERNAL_ASSERT_DEBUG_ONLY(readers.size() == op.schema().arguments().size());
   auto result = kRun(LayerCall(readers, torch::jit::last(*stack, readers.size())));
   torch::jit::drop(*stack, readers.size());
   torch::jit::push(*stack, std::move(result));

@@ -204,12 +204,14 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
 
 std::vector<Tensor> linear_group_kernel(const LayerCall& call) {
   const Tensor& x = call.x;
-  const Layers layers = layers_of("linear", call, 0, call.weights.size());
+  Layers layers = layers_of("linear", call, 0, call.weights.size());
   const PreparedRecipe& prepared = prepare(call.recipe);
   check_layers(x, layers, prepared);
   check_no_tangent("linear", "x", x);
   for (const Tensor& w : layers.weights) check_no_tangent("linear", "weight", w);
   for (const Tensor& b : layers.biases) check_no_tangent("linear", "bias", b);
+  const std::vector<Tensor> codes = cached_codes(call);
+  if (!codes.empty()) layers.prequantized.weight = codes;
   const Needs needs(x, layers);
   if (!needs.any()) return forward_pass(x, layers, prepared, needs, nullptr);
   return LinearFunction::apply(x, layers.weights, layers.biases, layers.bias_index, prepared,

@@ -31,16 +31,6 @@ Caches& caches() {
   return *all;
 }
 
-std::int64_t next_id() {
-  const std::lock_guard lock(caches().mutex);
-  return ++caches().last_id;
-}
-
-void add_cache(const c10::intrusive_ptr<WeightCodes>& made) {
-  const std::lock_guard lock(caches().mutex);
-  caches().of_id.emplace(made->id(), made);
-}
-
 std::uint32_t write_version(const Tensor& t) { return t.is_inference() ? 0 : t._version(); }
 
 bool is_in_backward() { return torch::autograd::get_current_graph_task_id() != -1; }
@@ -60,12 +50,12 @@ std::vector<Tensor> cast_weight(const WeightRead& read, bool rowwise, bool colum
 
 }  // namespace
 
-WeightCodes::WeightCodes(bool compares_bytes) : id_(next_id()), compares_bytes_(compares_bytes) {}
-
-void WeightCodes::release_resources() {
-  drop();
-  const std::lock_guard lock(caches().mutex);
-  caches().of_id.erase(id_);
+c10::intrusive_ptr<WeightCodes> WeightCodes::make(bool compares_bytes) {
+  Caches& all = caches();
+  const std::lock_guard lock(all.mutex);
+  auto made = c10::make_intrusive<WeightCodes>(++all.last_id, compares_bytes);
+  all.of_id.emplace(made->id_, made);
+  return made;
 }
 
 c10::intrusive_ptr<WeightCodes> WeightCodes::find(std::int64_t id) {
@@ -74,38 +64,43 @@ c10::intrusive_ptr<WeightCodes> WeightCodes::find(std::int64_t id) {
   const auto found = caches().of_id.find(id);
   auto cache =
       found == caches().of_id.end() ? c10::intrusive_ptr<WeightCodes>() : found->second.lock();
-  TORCH_CHECK_VALUE(cache, "linear: expected weight_codes as the id of a cache, or 0, got ", id);
+  TORCH_CHECK_VALUE(cache, "linear: expected weight_cache as the id of a cache, or 0, got ", id);
   return cache;
 }
 
-void WeightCodes::count_step() { ++steps_taken; }
-
-void WeightCodes::drop() {
-  last_.reset();
-  codes_.reset();
+void WeightCodes::release_resources() {
+  forget();
+  const std::lock_guard lock(caches().mutex);
+  caches().of_id.erase(id_);
 }
 
 void WeightCodes::forget() {
+  std::shared_ptr<const Codes> freed;
   const std::lock_guard lock(mutex_);
-  drop();
+  freed = std::move(codes_);
+  last_.reset();
 }
 
 void WeightCodes::start_over() {
+  forget();
   const std::lock_guard lock(mutex_);
-  drop();
   is_reused_ = false;
 }
 
 void WeightCodes::capture() {
+  std::shared_ptr<const Codes> freed;
   const std::lock_guard lock(mutex_);
   is_captured_ = true;
-  codes_.reset();
-  form_.reset();
+  freed = std::move(codes_);
 }
 
 std::optional<std::vector<Tensor>> WeightCodes::held() const {
-  const std::lock_guard lock(mutex_);
-  return codes_ ? std::optional(codes_->tensors) : std::nullopt;
+  std::shared_ptr<const Codes> codes;
+  {
+    const std::lock_guard lock(mutex_);
+    codes = codes_;
+  }
+  return codes ? std::optional(codes->tensors) : std::nullopt;
 }
 
 WeightCodes::Key WeightCodes::key_of(const WeightRead& read) {
@@ -140,28 +135,30 @@ bool WeightCodes::is_next_micro_batch(const Gradient& before, const Gradient& no
   return now == std::pair(before->first, before->second + 1);
 }
 
-bool WeightCodes::is_second_use(const WeightRead& read, const Key& key, bool is_shown) {
+WeightCodes::Gradient WeightCodes::gradient_of(const WeightRead& read) {
+  // A copy: another thread may replace the gradient.
+  const Tensor grad = read.main_grad ? *read.main_grad : read.weight.unsafeGetTensorImpl()->grad();
+  if (!grad.defined() || grad.is_inference()) return std::nullopt;
+  return std::pair(grad.unsafeGetTensorImpl(), write_version(grad));
+}
+
+bool WeightCodes::is_second_use(const WeightRead& read, const Key& key, bool is_shown,
+                                const Gradient& gradient) {
   if (is_captured_) return false;
   const bool is_in_step = read.training && at::GradMode::is_enabled();
   if (!is_in_step && !is_shown) {
-    drop();
+    last_.reset();
     is_reused_ = false;
     return false;
   }
   bool is_same_use = last_ && last_->key == key;
   if (!is_shown) {
-    const Tensor& grad =
-        read.main_grad ? *read.main_grad : read.weight.unsafeGetTensorImpl()->grad();
-    Gradient now;
-    if (grad.defined() && !grad.is_inference())
-      now = {grad.unsafeGetTensorImpl(), write_version(grad)};
-    is_same_use = is_same_use && is_next_micro_batch(gradient_, now);
-    gradient_ = now;
+    is_same_use = is_same_use && is_next_micro_batch(gradient_, gradient);
+    gradient_ = gradient;
   }
   const bool was_reused = std::exchange(is_reused_, is_same_use);
   if (is_same_use) return true;
   last_ = Use{key, read.matrix.storage().getWeakStorageImpl()};
-  codes_.reset();
   return was_reused;
 }
 
@@ -175,35 +172,36 @@ std::optional<std::vector<Tensor>> WeightCodes::operands(const WeightRead& read)
     return std::nullopt;
   const bool is_hashed = compares_bytes_ && !read.fingerprint && weight.is_cpu() &&
                          !weight.key_set().has(c10::DispatchKey::Python) && weight.is_contiguous();
+  const bool is_shown = is_hashed || read.fingerprint;
   const bool columnwise = read.columnwise && at::GradMode::is_enabled();
   const Key key = key_of(read);
+  const Gradient gradient = is_shown ? std::nullopt : gradient_of(read);
   std::shared_ptr<const Codes> codes;
-  bool is_second = false;
+  bool is_second = false, is_same_use = false, has_codes = false;
   {
     const std::lock_guard lock(mutex_);
-    is_second = is_second_use(read, key, is_hashed || read.fingerprint);
-    bool has_codes = is_second;
+    codes = std::move(codes_);
+    has_codes = is_second = is_second_use(read, key, is_shown, gradient);
+    is_same_use = is_second && is_reused_;
     if (read.saves_weight && columnwise) {
       if (!form_ || form_->first != key.state) form_ = {key.state, is_second};
       has_codes = form_->second;
     }
-    if (!has_codes) {
-      codes_.reset();
-      return std::nullopt;
-    }
-    codes = codes_;
+    if (is_same_use && has_codes) codes_ = codes;
   }
+  if (!has_codes) return std::nullopt;
   if (!is_second) return cast_weight(read, true, true);
   std::optional<std::uint64_t> hash;
   if (is_hashed) hash = fingerprint_of(weight);
-  const bool is_current = codes && codes->use.key == key && codes->hash == hash;
+  const bool is_current = is_same_use && codes && codes->use.key == key && codes->hash == hash;
   if (is_current && (codes->has_columnwise || !columnwise)) return codes->tensors;
   std::vector<Tensor> tensors = cast_weight(read, !is_current, columnwise);
   if (is_current) std::copy_n(codes->tensors.begin(), tensors.size() / 2, tensors.begin());
-  codes = std::make_shared<const Codes>(Codes{
-      {key, read.matrix.storage().getWeakStorageImpl()}, hash, std::move(tensors), columnwise});
+  const Use use = {key, read.matrix.storage().getWeakStorageImpl()};
+  codes = std::make_shared<const Codes>(Codes{use, hash, std::move(tensors), columnwise});
+  std::shared_ptr<const Codes> freed;
   const std::lock_guard lock(mutex_);
-  codes_ = codes;
+  freed = std::exchange(codes_, codes);
   return codes->tensors;
 }
 
@@ -215,11 +213,7 @@ TORCH_LIBRARY_FRAGMENT(minifloat, m) {
   using torch_ops::WeightCodes;
   using Self = c10::intrusive_ptr<WeightCodes>;
   m.class_<WeightCodes>("WeightCodes")
-      .def(torch::init([](bool compares_bytes) {
-        auto made = c10::make_intrusive<WeightCodes>(compares_bytes);
-        torch_ops::add_cache(made);
-        return made;
-      }))
+      .def(torch::init(&WeightCodes::make))
       .def("id", &WeightCodes::id)
       .def("operands",
            [](const Self& self, const Tensor& weight, const Tensor& matrix, const Tensor& x,
@@ -247,8 +241,8 @@ TORCH_LIBRARY_FRAGMENT(minifloat, m) {
       .def("forget", &WeightCodes::forget)
       .def("start_over", &WeightCodes::start_over)
       .def("capture", &WeightCodes::capture)
-      .def("held", &WeightCodes::held)
-      .def_static("count_step", &WeightCodes::count_step);
+      .def("held", &WeightCodes::held);
+  m.def("count_step", [] { ++torch_ops::steps_taken; });  // of any torch optimizer
 }
 
 }  // namespace minifloat

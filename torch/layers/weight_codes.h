@@ -42,8 +42,10 @@ struct WeightRead {
 
 class WeightCodes : public torch::CustomClassHolder {
  public:
+  // Returns a new cache, which `find` finds by its id.
   // compares_bytes: false: decides on a CPU as on CUDA, where a weight has no fingerprint
-  explicit WeightCodes(bool compares_bytes);
+  static c10::intrusive_ptr<WeightCodes> make(bool compares_bytes);
+  WeightCodes(std::int64_t id, bool compares_bytes) : id_(id), compares_bytes_(compares_bytes) {}
 
   // The number by which ops are told of a cache. torch asks each argument that is an object of a
   // native class for a __torch_function__, which takes 20 us.
@@ -60,7 +62,6 @@ class WeightCodes : public torch::CustomClassHolder {
 
   std::optional<std::vector<Tensor>> held() const;  // the codes
   void release_resources() override;                // once no layer has the cache
-  static void count_step();                         // of any torch optimizer
 
  private:
   // What torch tells of a weight. Equal states show the same storage only while a weak reference
@@ -96,14 +97,15 @@ class WeightCodes : public torch::CustomClassHolder {
 
   static Key key_of(const WeightRead& read);
   static bool is_next_micro_batch(const Gradient& before, const Gradient& now);
-  // Records a use. Returns whether codes will be read again. is_shown: whether the key or a
-  // fingerprint shows that codes are current
-  bool is_second_use(const WeightRead& read, const Key& key, bool is_shown);
-  void drop();
-
+  static Gradient gradient_of(const WeightRead& read);
+  // Records a use. Returns whether codes will be read again; those that are held are of this use
+  // where is_reused_ is true then. is_shown: whether the key or a fingerprint shows that codes are
+  // current; else `gradient` does
+  bool is_second_use(const WeightRead& read, const Key& key, bool is_shown,
+                     const Gradient& gradient);
   const std::int64_t id_;
   const bool compares_bytes_;
-  mutable std::mutex mutex_;  // of what follows
+  mutable std::mutex mutex_;  // of what follows; no tensor is freed under it, which may take a GIL
   bool is_captured_ = false;
   std::optional<Use> last_;  // in which the weight was read last
   Gradient gradient_;        // at the weight's last use, main_grad or .grad: identity and version

@@ -26,10 +26,12 @@ using MaybeTensor = std::optional<Tensor>;
 
 constexpr const char* kActivationGradients = "activation_gradients_";
 
-void check(const Tensor& dh, const ActivationArguments& a) {
+void check(const Tensor& dh, const ActivationArguments& a, const std::string& h_col,
+           const QuantizeOptions& h) {
   torch_ops::check_activation(kActivationGradients, a, &dh, true);
   TORCH_CHECK_VALUE(at::has_internal_overlap(dh) != at::MemOverlap::Yes, kActivationGradients,
                     ": expected dh with memory for each element, got strides ", dh.sym_strides());
+  if (h_col.empty()) torch_ops::check_unread(kActivationGradients, h, dh);
 }
 
 // Allocates d_up and the amaxes. Without up d_up is empty.
@@ -45,8 +47,7 @@ GradientValues allocate(const ActivationArguments& a) {
 //   shares_memory: as direct_quantize takes it
 GradientValues compute(const Tensor& dh, const ActivationArguments& a, const std::string& h_col,
                        const QuantizeOptions& h, bool shares_memory) {
-  check(dh, a);
-  if (h_col.empty()) torch_ops::check_unread(kActivationGradients, h, dh);
+  check(dh, a, h_col, h);
   GradientValues out = allocate(a);
   const Tensor d_gate = dh.is_contiguous() ? dh : dh.contiguous();
   const ActivationInputs in = torch_ops::inputs_of(kActivationGradients, a, &d_gate);
@@ -87,7 +88,7 @@ SixTensors activation_gradients_op(const Tensor& dh, const Tensor& gate, const M
                              .decoded_col = decoded_h};
   GradientValues out;
   if constexpr (kIsMeta) {
-    check(dh, a);
+    check(dh, a, h_col, h);
     out = allocate(a);
     if (!h_col.empty()) out.h = torch_ops::quantize(gate, "", h_col, h).second;
   } else {

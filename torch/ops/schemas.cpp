@@ -128,7 +128,7 @@ TORCH_LIBRARY(minifloat, m) {
   // instead of saving its codes. accumulate, received: where backward adds the weight's gradient,
   // and what autograd receives, as layers/weight_sums.h describes. linear_sharded: `linear` on one
   // rank of `group`, whose ranks shard the weight along weight_dim and x along token_dim; see
-  // layers/sharding.h. weight_codes: the id of the cache that has weight_operands where the caller
+  // layers/sharding.h. weight_cache: the id of the cache that has weight_operands where the caller
   // passes none, or 0; training: whether the layer is in training mode, which the cache reads.
   torch_ops::register_gathered_input();
   m.def(
@@ -152,7 +152,7 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor(a!)? amax_history=None, int stream=0, Tensor[]? x_operands=None, "
       "Tensor[]? weight_operands=None, str recompute=\"\", Tensor(b!)? main_grad=None, "
       "str accumulate=\"\", str received=\"\", "
-      "int weight_codes=0, bool training=False) -> Tensor",
+      "int weight_cache=0, bool training=False) -> Tensor",
       tags);
   // An MLP of 2 weights (up, down) or 3 (gate, up, down) under one recipe: activation "silu",
   // "gelu" or "gelu_tanh". x is quantized once, with the random stream and the history of the first

@@ -137,9 +137,10 @@ class Linear(RecipeState, nn.Linear):
         if operands is not None:
             given["weight_operands"] = operands
         if not is_compiling and type(input) is Tensor and not input.is_meta:
-            if (cache := self.weight_codes) is not None:
+            cache = self.weight_codes
+            if cache is not None and torch._C._get_tracing_state() is None:  # else a constant
                 cache.notice_capture(input)
-                given |= {"weight_codes": cache.id, "training": self.training}
+                given |= {"weight_cache": cache.id, "training": self.training}
             if self.shared_input is not None:
                 columnwise = torch.is_grad_enabled() and weight.requires_grad
                 given["x_operands"] = self.shared_input.operands(

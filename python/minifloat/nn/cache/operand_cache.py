@@ -18,12 +18,12 @@ counted. Further conditions detect most of those:
             sixth to a third of the cast. Tensor-parallel ranks add their fingerprints, so that all
             take the same decision
     CUDA    a weight is reused within the micro-batches of one training step only: in training mode,
-            with gradients enabled, where exactly one write has added to the weight's `main_grad`
-            or `.grad` since the weight was last read, or where that forward is recomputed. A
-            main_grad that is a view shares its count of writes with the whole buffer, so its weight
-            is not reused. An input is reused while it is the same tensor. After a write through
-            `.data` between two micro-batches of one step, or between the readers of an input, call
-            mf.step(model)
+            with gradients enabled, where exactly one write has added to the weight's gradient since
+            the weight was last read, or where that forward is recomputed. The gradient is `.grad`,
+            or main_grad where backward adds to it; one that is a view shares its count of writes
+            with the whole buffer, so its weight is not reused. An input is reused while it is the
+            same tensor. After a write through `.data` between two micro-batches of one step, or
+            between the readers of an input, call mf.step(model)
 
 A layer that was captured in a CUDA graph reuses nothing afterwards: writes of a replay are not
 counted. A layer whose parameter FSDP gathers reuses nothing either. The casts of tensor-parallel
@@ -80,7 +80,7 @@ COMPARES_BYTES = True  # whether WeightCodes compares fingerprints on a CPU; tes
 
 def count_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     if not torch.compiler.is_compiling():
-        torch.classes.minifloat.WeightCodes.count_step()
+        ops.count_step()
 
 
 register_optimizer_step_post_hook(count_step)

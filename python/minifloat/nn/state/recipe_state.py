@@ -252,7 +252,7 @@ class RecipeState(nn.Module):
             self.training,
             bool(self.recompute),
             amax_history,
-            getattr(weight, "main_grad", None),
+            getattr(weight, "main_grad", None) if self.accumulate == "main_grad" else None,
             total,
             **shards,
         )
