@@ -47,6 +47,6 @@ def test_the_version_is_that_of_the_metadata():
     assert minifloat.__version__ == importlib.metadata.version("minifloat")
 
 
-@pytest.mark.parametrize("example", ["layer", "train", "experts", "cast"])
+@pytest.mark.parametrize("example", ["cast", "cast_tensor", "experts", "layer", "train"])
 def test_an_example_runs(example, programs):
     run(programs / example, cwd=programs)

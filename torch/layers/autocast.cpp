@@ -52,10 +52,8 @@ struct WeightsBelow {
 // Replaces the number of a weight's cache by the codes, which depend on autocast.
 void read_weight_cache(const c10::OperatorHandle& op, c10::IValue* values, c10::IValue* cache,
                        c10::IValue* operands) {
-  using namespace torch_ops;
-  static const std::vector<ArgumentReader> readers = argument_readers(op.schema());  // of `linear`
-  std::vector<Tensor> codes =
-      cached_codes(LayerCall(readers, at::ArrayRef<c10::IValue>(values, readers.size())));
+  const at::ArrayRef<c10::IValue> all(values, op.schema().arguments().size());
+  std::vector<Tensor> codes = torch_ops::cached_codes(torch_ops::LayerCall(op.schema(), all));
   *cache = 0;
   if (!codes.empty()) *operands = std::move(codes);
 }

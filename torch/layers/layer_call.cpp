@@ -9,6 +9,7 @@ namespace minifloat::torch_ops {
 namespace {
 
 using c10::IValue;
+using Reader = void (*)(LayerCall&, const IValue&);
 
 template <auto kMember>
 using MemberType = std::remove_reference_t<decltype(std::declval<LayerCall&>().*kMember)>;
@@ -59,8 +60,8 @@ void read_sharding(LayerCall& call, const IValue& value) {
 }
 
 // The readers by the names of arguments. An argument that is None is not read.
-const std::unordered_map<std::string, ArgumentReader>& readers() {
-  static const std::unordered_map<std::string, ArgumentReader> table = {
+const std::unordered_map<std::string, Reader>& readers() {
+  static const std::unordered_map<std::string, Reader> table = {
       {"x", read<&LayerCall::x>},
       {"weight", read_weight},
       {"weights", read<&LayerCall::weights>},
@@ -91,10 +92,11 @@ const std::unordered_map<std::string, ArgumentReader>& readers() {
   return table;
 }
 
-}  // namespace
-
-std::vector<ArgumentReader> argument_readers(const c10::FunctionSchema& schema) {
-  std::vector<ArgumentReader> found;
+// Returns the readers of an op's arguments, in the schema's order: found by name once a thread.
+const std::vector<Reader>& readers_of(const c10::FunctionSchema& schema) {
+  thread_local std::unordered_map<const c10::FunctionSchema*, std::vector<Reader>> of_ops;
+  std::vector<Reader>& found = of_ops[&schema];
+  if (!found.empty()) return found;
   for (const c10::Argument& argument : schema.arguments()) {
     const auto reader = readers().find(argument.name());
     TORCH_INTERNAL_ASSERT(reader != readers().end(), schema.name(), ": no reader of ",
@@ -104,8 +106,10 @@ std::vector<ArgumentReader> argument_readers(const c10::FunctionSchema& schema) 
   return found;
 }
 
-LayerCall::LayerCall(const std::vector<ArgumentReader>& readers,
-                     at::ArrayRef<c10::IValue> arguments) {
+}  // namespace
+
+LayerCall::LayerCall(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments) {
+  const std::vector<Reader>& readers = readers_of(schema);
   for (std::size_t i = 0; i < arguments.size(); ++i)
     if (!arguments[i].isNone()) readers[i](*this, arguments[i]);
 }

@@ -19,15 +19,10 @@
 
 namespace minifloat::torch_ops {
 
-struct LayerCall;
-using ArgumentReader = void (*)(LayerCall&, const c10::IValue&);
-
-// Returns the readers of an op's arguments, in the schema's order.
-std::vector<ArgumentReader> argument_readers(const c10::FunctionSchema& schema);
-
 // One call. What an op does not take, or the caller leaves out, is empty.
 struct LayerCall {
-  LayerCall(const std::vector<ArgumentReader>& readers, at::ArrayRef<c10::IValue> arguments);
+  // arguments: in the schema's order
+  LayerCall(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments);
 
   Tensor x;
   std::vector<Tensor> weights;
@@ -53,14 +48,12 @@ std::vector<Tensor> cached_codes(const LayerCall& call);
 // Returns `count` layers of a call from weight `begin` on. They refer to the call's tensors.
 Layers layers_of(const char* op, const LayerCall& call, std::size_t begin, std::size_t count);
 
-// A boxed kernel that runs kRun(const LayerCall&). Each op has a kRun of its own, whose first call
-// finds the readers.
+// A boxed kernel that runs kRun(const LayerCall&).
 template <auto kRun>
 void run_layer(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  static const std::vector<ArgumentReader> readers = argument_readers(op.schema());
-  TORCH_INTERNAL_ASSERT_DEBUG_ONLY(readers.size() == op.schema().arguments().size());
-  auto result = kRun(LayerCall(readers, torch::jit::last(*stack, readers.size())));
-  torch::jit::drop(*stack, readers.size());
+  const std::size_t count = op.schema().arguments().size();
+  auto result = kRun(LayerCall(op.schema(), torch::jit::last(*stack, count)));
+  torch::jit::drop(*stack, count);
   torch::jit::push(*stack, std::move(result));
 }
 

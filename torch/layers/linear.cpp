@@ -222,15 +222,12 @@ std::vector<Tensor> linear_group_kernel(const LayerCall& call) {
 
 Tensor linear_kernel(const LayerCall& call) { return linear_group_kernel(call).front(); }
 
-Tensor linear_sharded_kernel(const LayerCall& call) { return linear_kernel(call); }
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
   register_gathered_input();
-  m.impl("linear", torch::CppFunction::makeFromBoxedFunction<&run_layer<linear_kernel>>());
-  m.impl("linear_sharded",
-         torch::CppFunction::makeFromBoxedFunction<&run_layer<linear_sharded_kernel>>());
+  for (const char* op : {"linear", "linear_sharded"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&run_layer<linear_kernel>>());
   m.impl("linear_group",
          torch::CppFunction::makeFromBoxedFunction<&run_layer<linear_group_kernel>>());
 }

@@ -103,6 +103,7 @@ class WeightCodes : public torch::CustomClassHolder {
   // current; else `gradient` does
   bool is_second_use(const WeightRead& read, const Key& key, bool is_shown,
                      const Gradient& gradient);
+
   const std::int64_t id_;
   const bool compares_bytes_;
   mutable std::mutex mutex_;  // of what follows; no tensor is freed under it, which may take a GIL
