@@ -101,7 +101,6 @@ def step_of(recipe: str, shape: Shape, ends: Tensor, is_cached: bool = False) ->
     bf16 = torch.compile(lambda x, b: torch._grouped_mm(x, b, offs=ends))
 
     def step() -> None:
-        a.grad = w.grad = None
         b = w.transpose(-2, -1)
         if is_cached:
             y = ops.scaled_grouped_mm(a, b, ends, text, rng=rng, weight_operands=codes)
@@ -110,6 +109,7 @@ def step_of(recipe: str, shape: Shape, ends: Tensor, is_cached: bool = False) ->
         else:
             y = torchao(a, b, ends) if torchao else bf16(a, b)
         y.backward(g)
+        a.grad = w.grad = None
 
     return step
 

@@ -1,11 +1,13 @@
-"""Bytes that a forward saves for backward, counted by torch's hooks of saved tensors."""
+"""Bytes that a forward saves for backward, and the most that a step has at once."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
+from torch.profiler import profile
 
 
 def storage_of(t: Tensor) -> torch.UntypedStorage:
@@ -27,3 +29,13 @@ def saved_bytes(run: Callable[[], Tensor], known: Iterable[Tensor]) -> int:
         y = run()  # holds what is saved
     assert y.requires_grad
     return sum(saved.values())
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Returns the most bytes that tensors on the CPU have at once in `run`, above those before."""
+    with profile(profile_memory=True) as profiled:
+        run()
+    assert profiled.profiler is not None
+    events = profiled.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(itertools.accumulate(change for _, change in changes))

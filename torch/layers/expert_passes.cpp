@@ -3,10 +3,11 @@
 //
 //     forward    rows of x rowwise · Wᵀ         gate and up are saved, and x once for all slots
 //                h rowwise, as it is computed
-//     backward   dh = g · W2,  dW2 = gᵀ · h     h is computed again, columnwise
+//     backward   dh = g · W2,  dW2 = gᵀ · h     h is computed again between them, columnwise
 //                d_gate, d_up, d_weights        from dh, gate and up
-//                d_rows, dW                     the rows of x are read again, columnwise
+//                d_rows                         by dgrad of gate and up
 //                dx = the sum of a token's d_rows
+//                dW                             the rows of x are read again, columnwise
 #include <ATen/ATen.h>
 
 #include <array>
@@ -147,15 +148,18 @@ ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
   const GateAndUp gates(products, t.weights, t.order, table);
   Tensor dh;
   {
-    const RowGradient of_rows = gradient_of_rows(experts, t.order, table, g);
-    const Rows h = quantize_hidden(experts, t.order, gates, false, needs.matrices[inputs]);
-    GroupedCall call = product_call(experts.products[inputs], dtype, t.order, {}, h.operands,
+    RowGradient of_rows = gradient_of_rows(experts, t.order, table, g);
+    GroupedCall call = product_call(experts.products[inputs], dtype, t.order, {}, {},
                                     /*zeroes_tail=*/false);
     call.g_operands = of_rows.operands;
-    GroupedGradients d =
-        group_gradients(of_rows.values, h.values, t.matrices[inputs], t.order.offs, call,
-                        {before.any(), needs.matrices[inputs], false}, of_rows.rows_from);
-    dh = std::move(d.a);
+    const Tensor shape_of_hidden = shape_alone(t.x, t.order.rows(), t.matrices[inputs].sym_size(1));
+    GroupedGradients d = group_gradients(
+        std::move(of_rows.values), shape_of_hidden, t.matrices[inputs], t.order.offs, call,
+        {before.any(), needs.matrices[inputs], false}, of_rows.rows_from, [&](Tensor da) {
+          dh = std::move(da);
+          return needs.matrices[inputs] ? quantize_hidden(experts, t.order, gates, false, true)
+                                        : Rows();
+        });
     out.matrices[inputs] = std::move(d.b);
   }
   if (!dh.defined()) return out;
@@ -163,21 +167,27 @@ ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
   dh.reset();
   out.weights = to_dtype(d_weights, t.weights.scalar_type());
 
-  const Rows rows = rows_again(experts, t, table);
+  std::array<Tensor, 2> of_inputs = {std::move(d_product), std::move(d_other)};
+  const Tensor shape_of_rows = shape_alone(t.x, t.order.rows(), t.x.sym_size(1));
   Tensor d_rows;
+  Rows rows;  // cast once for all products
   for (std::size_t i = 0; i < inputs; ++i) {
     const int bias = experts.bias_index[i];
     const bool needs_bias = bias >= 0 && needs.biases[static_cast<std::size_t>(bias)];
-    GroupedGradients d =
-        group_gradients(i == 0 ? d_product : d_other, rows.values, t.matrices[i], t.order.offs,
-                        product_call(experts.products[i], dtype, t.order,
-                                     bias_of(experts, t.biases, i), rows.operands),
-                        {needs.x, needs.matrices[i], needs_bias});
-    d_rows = d_rows.defined() && d.a.defined() ? d_rows + d.a : d.a;
+    const auto take = [&](Tensor da) {
+      if (da.defined()) d_rows = d_rows.defined() ? d_rows + da : std::move(da);
+      if (i + 1 == inputs && d_rows.defined())
+        out.x = add_slots(std::exchange(d_rows, {}), t.order.places, std::nullopt);
+      if (needs.matrices[i] && !rows.values.defined()) rows = rows_again(experts, t, table);
+      return i + 1 == inputs ? std::exchange(rows, {}) : rows;
+    };
+    GroupedGradients d = group_gradients(
+        std::move(of_inputs[i]), shape_of_rows, t.matrices[i], t.order.offs,
+        product_call(experts.products[i], dtype, t.order, bias_of(experts, t.biases, i)),
+        {needs.x, needs.matrices[i], needs_bias}, std::nullopt, take);
     out.matrices[i] = std::move(d.b);
     if (needs_bias) out.biases[static_cast<std::size_t>(bias)] = std::move(d.bias);
   }
-  if (d_rows.defined()) out.x = add_slots(d_rows, t.order.places, std::nullopt);
   return out;
 }
 

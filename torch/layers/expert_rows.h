@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "layers/grouped_call.h"
 #include "layers/operands.h"
 
 namespace minifloat::torch_ops {
@@ -30,12 +31,6 @@ struct RowOrder {
   Tensor table() const;                                       // of the experts' groups
   // Returns the token of each row, (T, …) -> (M, …).
   Tensor take(const Tensor& x) const;
-};
-
-// Rows as products read them. Where operands are given, values are a tensor of their shape alone.
-struct Rows {
-  Tensor values;                 // (M, D)
-  std::vector<Tensor> operands;  // eight tensors, or none: each product quantizes the values
 };
 
 // Returns the rows of x (T, D) for products of these recipes, quantized in one direction without a

@@ -5,8 +5,10 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "layers/operands.h"
 
@@ -54,11 +56,23 @@ struct GroupedGradients {
   Tensor a, b, bias;
 };
 
-// Returns the gradients that multiply_groups computes, from A and B instead of saved operands.
+// Rows as products read them. Where operands are given, values are a tensor of their shape alone.
+struct Rows {
+  Tensor values;                 // (M, K)
+  std::vector<Tensor> operands;  // eight tensors, or none: each product quantizes the values
+};
+
+// Takes dA, undefined where it is not needed, and returns A as wgrad reads it.
+using TakeGradient = std::function<Rows(Tensor da)>;
+
+// Returns the gradients that multiply_groups computes, from A and B instead of saved operands. Each
+// operand is freed with the product that reads it.
 //   needed: of A, B and the bias; rows_from: the row of grad of each row of y; none: its own
-GroupedGradients group_gradients(const Tensor& grad, const Tensor& a, const Tensor& b,
-                                 const Tensor& offs, const GroupedCall& call,
-                                 const std::array<bool, 3>& needed,
-                                 const std::optional<Tensor>& rows_from = std::nullopt);
+//   take: called between the two products; dA is then not returned, and of `a` only the shape,
+//   dtype and device are read. Null: A is `a` and the call's operands
+GroupedGradients group_gradients(Tensor grad, const Tensor& a, const Tensor& b, const Tensor& offs,
+                                 const GroupedCall& call, const std::array<bool, 3>& needed,
+                                 const std::optional<Tensor>& rows_from = std::nullopt,
+                                 const TakeGradient& take = nullptr);
 
 }  // namespace minifloat::torch_ops

@@ -38,10 +38,9 @@ std::optional<Tensor> only(at::TensorList list) {
   return list.empty() ? std::nullopt : std::optional(list[0]);
 }
 
-// The gradients that autograd needs, and whether a pass computes y.
+// The gradients that are needed.
 struct GroupedNeeds {
   bool da, db, dbias;
-  bool y = true;
 };
 
 // Values that backward reads besides the saved tensors; the context holds them.
@@ -76,11 +75,12 @@ ModuleState state_of(const GroupedCall& call, const Tensor& table, PendingAmaxes
 }
 
 // Returns A in both directions: quantized here, or by the caller.
-Directions input_operands_of(const GroupedCall& call, const Tensor& matrix, const Tensor& table,
-                             const Needed& row, const Needed& col, PendingAmaxes& pending) {
-  if (call.a_operands.empty())
+Directions input_operands_of(const GroupedCall& call, at::TensorList operands, const Tensor& matrix,
+                             const Tensor& table, const Needed& row, const Needed& col,
+                             PendingAmaxes& pending) {
+  if (operands.empty())
     return quantize_both(call.recipe, matrix, row, col, state_of(call, table, &pending));
-  return prequantized_both(call.recipe, kGroupedMm, "a_operands", call.a_operands, matrix,
+  return prequantized_both(call.recipe, kGroupedMm, "a_operands", operands, matrix,
                            matrix.sym_size(0), row, col, table.sym_size(1) - 1);
 }
 
@@ -126,9 +126,16 @@ ProductInput saved_weight_of(const GroupedCall& call, const PlannedProduct& dgra
   return product_input(recipe, out.second, col);
 }
 
-// Casts A and W, or takes their operands from the caller, and returns y; undefined, and without a
-// product, where y is not needed. saved: what backward reads, which is A as wgrad reads it and W as
-// dgrad reads it, three tensors each, the table, and the numbers of the rows.
+// Returns an operand as backward reads it after it was saved: without its values.
+ProductInput as_saved(const PreparedRecipe& recipe, Place place, const QuantizedOperand& operand) {
+  const Spec& spec = recipe.specs[place];
+  const bool has_amax = spec.has_tensor_amax() || spec.has_row_amax();
+  return cast_input(spec, operand.codes, operand.scale, has_amax ? operand.amax : Tensor());
+}
+
+// Casts A and W, or takes their operands from the caller, and returns y. saved: what backward
+// reads, which is A as wgrad reads it and W as dgrad reads it, three tensors each, the table, and
+// the numbers of the rows.
 Tensor operands_and_product(const Tensor& a, const Tensor& b, const Tensor& offs,
                             const GroupedCall& call, const GroupedNeeds& needs,
                             variable_list* saved) {
@@ -144,10 +151,11 @@ Tensor operands_and_product(const Tensor& a, const Tensor& b, const Tensor& offs
   const SymInt k = a.sym_size(1);
 
   PendingAmaxes pending;
-  const Needed a_row{kFpropX, needs.y, exact && has_values}, a_col{kWgradX, needs.db};
-  const Directions of_a = input_operands_of(call, matrix, table, a_row, a_col, pending);
+  const Needed a_row{kFpropX, true, exact && has_values}, a_col{kWgradX, needs.db};
+  const Directions of_a =
+      input_operands_of(call, call.a_operands, matrix, table, a_row, a_col, pending);
 
-  const Needed w_row{kFpropW, needs.y, exact && call.weight_operands.empty()},
+  const Needed w_row{kFpropW, true, exact && call.weight_operands.empty()},
       w_col{kDgradW, needs.da};
   const bool casts_later = saved && needs.da && call.recomputes_weights &&
                            call.weight_operands.empty() && !recipe.recipe.dgrad.b.is_bf16();
@@ -165,10 +173,6 @@ Tensor operands_and_product(const Tensor& a, const Tensor& b, const Tensor& offs
   save(casts_later ? QuantizedOperand{b, Tensor(), w.second.amax, Tensor()} : w.second, kDgradW);
   if (saved) saved->insert(saved->end(), {table, only(call.row_ids).value_or(Tensor())});
 
-  if (!needs.y) {
-    record(pending);
-    return Tensor();
-  }
   const auto input = [&](const QuantizedOperand& operand, const Needed& needed, bool is_cast) {
     return is_cast ? product_input(recipe, operand, needed)
                    : prequantized_input(recipe, operand, needed);
@@ -198,6 +202,56 @@ GroupedState backward_state(const Tensor& a, const Tensor& b, at::TensorList bia
           .sharding = call.sharding,
           .g_operands = call.g_operands.vec()};
 }
+
+// The gradient of a product as dgrad and wgrad read it, and what they return. The codes of a
+// direction are freed with the product that reads them.
+class CastGradient {
+ public:
+  CastGradient(const GroupedState& s, const GroupedCall& call, const Tensor& table, Tensor grad)
+      : s_(s),
+        table_(table),
+        dgrad_(plan_product(s.recipe.recipe.dgrad, s.recipe.dgrad, grad.device(), true)),
+        wgrad_(plan_product(s.recipe.recipe.wgrad, s.recipe.wgrad, grad.device(), true)) {
+    const bool has_codes = !call.g_operands.empty();
+    row_ = {kDgradG, s.needs.da, dgrad_.reads_values() && !has_codes};
+    col_ = {kWgradG, s.needs.db, wgrad_.reads_values()};
+    const Tensor g = as_matrix(kGroupedMm, "gradient", to_dtype(grad, s.a_dtype));
+    grad.reset();
+    ModuleState of_rows = state_of(call, table, nullptr);
+    of_rows.groups.rows_from = s.grad_rows_from;
+    of_g_ = quantize_both(s.recipe, g, {kDgradG, row_.is_needed && !has_codes, row_.decoded}, col_,
+                          of_rows);
+    if (has_codes)
+      of_g_.first = prequantized_both(s.recipe, kGroupedMm, "g_operands", call.g_operands, g,
+                                      s.rows, row_, {kWgradG, false}, table.sym_size(1) - 1)
+                        .first;
+    if (s.needs.dbias) bias_ = to_dtype(sum_of_groups(g, table), s.bias_dtype);
+  }
+
+  const PlannedProduct& dgrad() const { return dgrad_; }
+
+  // Return the gradients that are needed; of_bias undefined where it is not.
+  Tensor of_a(const ProductInput& w) {
+    const QuantizedOperand g = std::exchange(of_g_.first, {});
+    return scaled_mm(dgrad_, product_input(s_.recipe, g, row_), w, s_.n, std::nullopt, s_.a_dtype,
+                     {table_, 0}, s_.zeroes_tail);
+  }
+  Tensor of_b(const ProductInput& a) {
+    const QuantizedOperand g = std::exchange(of_g_.second, {});
+    return scaled_mm(wgrad_, product_input(s_.recipe, g, col_), a, s_.rows, std::nullopt,
+                     s_.b_dtype, {table_, wgrad_unit(s_.recipe)})
+        .transpose(-2, -1);
+  }
+  Tensor of_bias() { return std::move(bias_); }
+
+ private:
+  const GroupedState& s_;
+  const Tensor& table_;
+  PlannedProduct dgrad_, wgrad_;
+  Needed row_, col_;
+  Directions of_g_;
+  Tensor bias_;
+};
 
 struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, at::TensorList bias,
@@ -250,30 +304,12 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
                            .weight_operands = {},
                            .sharding = s.sharding,
                            .g_operands = s.g_operands};
-    const Tensor g = as_matrix(kGroupedMm, "gradient", to_dtype(grad, s.a_dtype));
-    const PlannedProduct dgrad = plan_product(recipe.recipe.dgrad, recipe.dgrad, g.device(), true),
-                         wgrad = plan_product(recipe.recipe.wgrad, recipe.wgrad, g.device(), true);
-    const bool has_codes = !call.g_operands.empty();
-    const Needed row{kDgradG, s.needs.da, dgrad.reads_values() && !has_codes},
-        col{kWgradG, s.needs.db, wgrad.reads_values()};
-    ModuleState of_rows = state_of(call, table, nullptr);
-    of_rows.groups.rows_from = s.grad_rows_from;
-    Directions of_g =
-        quantize_both(recipe, g, {kDgradG, row.is_needed && !has_codes, row.decoded}, col, of_rows);
-    if (has_codes)
-      of_g.first = prequantized_both(recipe, kGroupedMm, "g_operands", call.g_operands, g, s.rows,
-                                     row, {kWgradG, false}, table.sym_size(1) - 1)
-                       .first;
+    CastGradient g(s, call, table, grad);
     if (s.needs.da)
-      out[0] = scaled_mm(dgrad, product_input(recipe, of_g.first, row),
-                         saved_weight_of(call, dgrad, saved[3], saved[4], saved[5], s.a_dtype), s.n,
-                         std::nullopt, s.a_dtype, {table, 0}, s.zeroes_tail);
+      out[0] = g.of_a(saved_weight_of(call, g.dgrad(), saved[3], saved[4], saved[5], s.a_dtype));
     if (s.needs.db)
-      out[1] = scaled_mm(wgrad, product_input(recipe, of_g.second, col),
-                         cast_input(recipe.specs[kWgradX], saved[0], saved[1], saved[2]), s.rows,
-                         std::nullopt, s.b_dtype, {table, wgrad_unit(recipe)})
-                   .transpose(-2, -1);
-    if (s.needs.dbias) out[2] = to_dtype(sum_of_groups(g, table), s.bias_dtype);
+      out[1] = g.of_b(cast_input(recipe.specs[kWgradX], saved[0], saved[1], saved[2]));
+    if (s.needs.dbias) out[2] = g.of_bias();
     return out;
   }
 };
@@ -298,10 +334,9 @@ Tensor multiply_groups(const Tensor& a, const Tensor& b, const Tensor& offs,
   return GroupedFunction::apply(a, b, call.bias, offs, call, needs);
 }
 
-GroupedGradients group_gradients(const Tensor& grad, const Tensor& a, const Tensor& b,
-                                 const Tensor& offs, const GroupedCall& call,
-                                 const std::array<bool, 3>& needed,
-                                 const std::optional<Tensor>& rows_from) {
+GroupedGradients group_gradients(Tensor grad, const Tensor& a, const Tensor& b, const Tensor& offs,
+                                 const GroupedCall& call, const std::array<bool, 3>& needed,
+                                 const std::optional<Tensor>& rows_from, const TakeGradient& take) {
   check_call(a, b, offs, call);
   bridge::check_value_dtype(kGroupedMm, "grad", grad);
   bridge::check_memory_if_real(kGroupedMm, "grad", grad);
@@ -316,13 +351,29 @@ GroupedGradients group_gradients(const Tensor& grad, const Tensor& a, const Tens
   TORCH_CHECK_VALUE(!call.bias.empty() || !needed[2], kGroupedMm,
                     ": expected bias, whose gradient is needed, got none");
   const at::AutoDispatchBelowADInplaceOrView below;
-  const GroupedNeeds needs{needed[0], needed[1], needed[2], /*y=*/false};
-  variable_list saved;
-  operands_and_product(a, b, offs, call, needs, &saved);  // no product: what backward reads
+  const GroupedNeeds needs{needed[0], needed[1], needed[2]};
   GroupedState state = backward_state(a, b, call.bias, call, needs);
   state.grad_rows_from = rows_from;
-  const variable_list found = GroupedFunction::first_derivatives(state, saved, grad);
-  return {found[0], found[1], found[2]};
+  const Tensor table = group_table(kGroupedMm, offs, a.sym_size(0));
+  PendingAmaxes pending;
+  CastGradient g(state, call, table, std::move(grad));
+  GroupedGradients out;
+  if (needs.da)
+    out.a = g.of_a(as_saved(call.recipe, kDgradW,
+                            weight_operands_of(call, b, a.scalar_type(), {kFpropW, false},
+                                               {kDgradW, true}, false, pending)
+                                .second));
+  Rows rows = take ? take(std::move(out.a)) : Rows{a, call.a_operands.vec()};
+  if (needs.db) {
+    const Tensor matrix = rows.operands.empty() ? as_matrix(kGroupedMm, "A", rows.values) : a;
+    out.b = g.of_b(as_saved(call.recipe, kWgradX,
+                            input_operands_of(call, rows.operands, matrix, table, {kFpropX, false},
+                                              {kWgradX, true}, pending)
+                                .second));
+  }
+  out.bias = g.of_bias();
+  record(pending);
+  return out;
 }
 
 }  // namespace torch_ops
@@ -374,8 +425,8 @@ std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
   GroupedCall call = grouped_call(recipe, a.scalar_type(), bias, rng, row_ids, first_expert,
                                   amax_history, tail, stream, a_operands, weight_operands);
   if (g_operands) call.g_operands = *g_operands;
-  const GroupedGradients d = group_gradients(grad, a, b, offs, call, needed, rows_from);
-  return {d.a, d.b, d.bias};
+  GroupedGradients d = group_gradients(grad, a, b, offs, call, needed, rows_from);
+  return {std::move(d.a), std::move(d.b), std::move(d.bias)};
 }
 
 }  // namespace

@@ -181,19 +181,19 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const Needed row{kDgradG, r.needs.dx, !sharding && dgrad.reads_values()};
     const Needed col{kWgradG, r.needs.dw[i], !sharding && wgrad.reads_values()};
     LayerGradients out;
-    const auto [rowwise, columnwise] =
-        quantize_both(prepared, g, row, col, layers.state_of(i, sharding));
+    Directions of_g = quantize_both(prepared, g, row, col, layers.state_of(i, sharding));
     const bool is_cut = sharding && sharding->token_dim;
     const TokenRuns runs = is_cut ? token_runs(*sharding, r.x_shape) : TokenRuns{};
     if (row.is_needed)
-      out.x = input_gradient(layers, rowwise, row, saved_weight(layers, saved, i, sharding), n,
+      out.x = input_gradient(layers, of_g.first, row, saved_weight(layers, saved, i, sharding), n,
                              g.scalar_type(), g.device());
+    of_g.first = {};  // its memory may serve wgrad
     if (row.is_needed && is_cut) out.x = scatter_sum(*sharding, runs, out.x);
     if (col.is_needed) {
       if (is_cut) x = gathered_input(r, runs, x);
       if (layers.product_dtypes.size() > 1)
         x = prepare_input(wgrad, recipe.wgrad.b, std::move(x), m);
-      out.weight = weight_gradient(layers, i, columnwise, col, x, m, g.device(), 1 + i);
+      out.weight = weight_gradient(layers, i, of_g.second, col, x, m, g.device(), 1 + i);
     }
     const int bias = layers.bias_index[i];
     if (bias >= 0 && r.needs.db[static_cast<std::size_t>(bias)])

@@ -62,26 +62,30 @@ class Backward {
     col_decoded_ = wgrad.reads_values();
   }
 
+  // Each operand is freed with the product that reads it.
   std::vector<Tensor> gradients() const {
     const std::size_t n = r_.inputs.product_dtypes.size();
     const std::size_t biases = r_.inputs.bias_dtypes.size();
     std::vector<Tensor> out(1 + n + 1 + biases + r_.output.bias_dtypes.size());
     const bool needs_dh = r_.needs.output.dx, needs_dw = r_.needs.output.any_dw;
     const Needed row{kDgradG, needs_dh, row_decoded_}, col{kWgradG, needs_dw, col_decoded_};
-    const Directions dy = quantize_both(prepared_, dy_, row, col, r_.output.state_of(0));
+    Directions dy = quantize_both(prepared_, dy_, row, col, r_.output.state_of(0));
     Tensor dh;
     if (needs_dh)
       dh = input_gradient(r_.output, dy.first, row, saved_weight(r_.output, output_, 0),
                           dy_.sym_size(1), r_.output.x_dtype, device_);
+    dy.first = {};
     GradientsOfGates d = gradients_of_gates(std::move(dh));
     if (needs_dw)
       out[1 + n] =
           weight_gradient(r_.output, 0, dy.second, col, h_input(d.h), tokens_, device_, 1 + n);
+    dy = {};
+    d.h = {};
     if (!r_.needs.output.db.empty() && r_.needs.output.db[0])
       out.back() = bias_gradient(r_.output, 0, dy_);
     if (!needs_dh) return out;
     ProductInput x = saved_input(r_.inputs, inputs_, 0, kWgradX);
-    for (std::size_t i = 0; i < n; ++i) add_layer(i, d.gates[i], x, out);
+    for (std::size_t i = 0; i < n; ++i) add_layer(i, std::move(d.gates[i]), x, out);
     if (out[0].defined() && r_.x_shape.size() != 2) out[0] = out[0].view_symint(r_.x_shape);
     return out;
   }
@@ -98,8 +102,7 @@ class Backward {
   }
 
   // Adds the gradients of one of the weights that read x.
-  void add_layer(std::size_t i, const CastGradient& g, ProductInput& x,
-                 std::vector<Tensor>& out) const {
+  void add_layer(std::size_t i, CastGradient g, ProductInput& x, std::vector<Tensor>& out) const {
     const std::size_t n = r_.inputs.product_dtypes.size();
     if (r_.needs.inputs.dx) {
       const Tensor dx = input_gradient(r_.inputs, g.operands.first, gate_row(),
@@ -107,6 +110,7 @@ class Backward {
                                        r_.inputs.x_dtype, device_);
       out[0] = out[0].defined() ? out[0] + dx : dx;
     }
+    g.operands.first = {};
     if (r_.needs.inputs.dw[i]) {
       const PlannedProduct wgrad = plan_product(prepared_.recipe.wgrad, prepared_.wgrad, device_);
       if (n > 1) x = prepare_input(wgrad, prepared_.recipe.wgrad.b, std::move(x), tokens_);
