@@ -62,6 +62,17 @@ def test_many_seeds(device):
             require_same(a, b, f"seed {seed}")
 
 
+def test_values_that_cancel(device):
+    """Casts transforms with zeros of both signs, of columns that cancel or have zeros alone."""
+    for shape, most in itertools.product(WHOLE, (1, 3)):
+        g = torch.Generator().manual_seed(shape[0] + most)
+        x = torch.randint(-most, most + 1, shape, generator=g).to(torch.bfloat16)
+        x *= torch.randint(0, 2, shape, generator=g) * 2 - 1  # zeros of both signs
+        x[:, : shape[1] // 2] *= torch.rand(shape[0], shape[1] // 2, generator=g) < 0.03
+        for row, col in each_direction(EDEN):
+            require_same_quantize(device, x, row, col, note=f" (integers up to {most})")
+
+
 def test_every_magnitude(device):
     """Casts a tile of each magnitude beside one row that sets the tensor's amax."""
     for magnitude in range(-148, 127, 3):

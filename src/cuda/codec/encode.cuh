@@ -84,24 +84,29 @@ __device__ __forceinline__ std::uint32_t pack_e2m1x8(const std::uint32_t* t) {
   const std::uint32_t too_large = codes & 0x8888'8888u;
   return select_bits(0x7777'7777u, codes | (too_large - (too_large >> 3)), signs);
 }
-__device__ __forceinline__ std::uint32_t encode_e2m1x8(const float* v, std::uint32_t signs) {
-#if defined(MINIFLOAT_HAS_FP4_CONVERSIONS)
-  (void)signs;
-  return cvt_e2m1x8(v);
-#elif defined(MINIFLOAT_HAS_FP8_CONVERSIONS)
-  float q[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) q[i] = round_to_e2m1_grid(v[i]);
+// Encodes eight magnitudes of E2M1's grid, 2^-6 times each; bits right of a code's are dropped.
+__device__ __forceinline__ std::uint32_t encode_grid_e2m1x8(const float* q, std::uint32_t signs) {
+#if defined(MINIFLOAT_HAS_FP8_CONVERSIONS)
   const std::uint32_t even = cvt_e4m3x2(q[0], q[2]) | cvt_e4m3x2(q[4], q[6]) << 16;
   const std::uint32_t odd = cvt_e4m3x2(q[1], q[3]) | cvt_e4m3x2(q[5], q[7]) << 16;
   const std::uint32_t magnitude = select_bits(0x0F0F'0F0Fu, even >> 2, odd << 2);
   return select_bits(0x7777'7777u, magnitude, signs);
-#else  // 2^-126 of the rounded value has the code in bits 24:22; what is right of it is dropped
+#else  // 2^-126 of the value has the code in bits 24:22
   std::uint32_t t[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i)
-    t[i] = bit_cast<std::uint32_t>(multiply_toward_zero(round_to_e2m1_grid(v[i]), 0x1p-120f));
+  for (int i = 0; i < 8; ++i) t[i] = bit_cast<std::uint32_t>(multiply_toward_zero(q[i], 0x1p-120f));
   return select_bits(0x7777'7777u, pack_e2m1x8(t), signs);
+#endif
+}
+__device__ __forceinline__ std::uint32_t encode_e2m1x8(const float* v, std::uint32_t signs) {
+#if defined(MINIFLOAT_HAS_FP4_CONVERSIONS)
+  (void)signs;
+  return cvt_e2m1x8(v);
+#else
+  float q[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) q[i] = round_to_e2m1_grid(v[i]);
+  return encode_grid_e2m1x8(q, signs);
 #endif
 }
 

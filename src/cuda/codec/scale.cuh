@@ -77,10 +77,18 @@ struct DeviceEquations {
             !is_floor && code <= kMostForFastPath};
   }
 
-  // nvfp4_block_scale and nvfp4_encode_factor. The code to nearest, and up to a power of two, is
-  // the instruction's, which saturates.
+  // nvfp4_block_scale and nvfp4_encode_factor.
   __device__ __forceinline__ static Block nvfp4(ScaleRounding rounding, const Tensor& tensor,
                                                 std::uint32_t amax) {
+    Block block = nvfp4_without_factor(rounding, tensor, amax);
+    add_factor(block, tensor, block.takes_fast_path);
+    return block;
+  }
+  // nvfp4_block_scale. The code to nearest, and up to a power of two, is the instruction's, which
+  // saturates.
+  __device__ __forceinline__ static Block nvfp4_without_factor(ScaleRounding rounding,
+                                                               const Tensor& tensor,
+                                                               std::uint32_t amax) {
     if (rounding == ScaleRounding::kFourOverSix) return four_over_six(tensor, amax);
     const bool is_power_of_two = rounding == ScaleRounding::kPowerOfTwo;
     float v = bit_cast<float>(amax) * tensor.block_encode;
@@ -99,7 +107,7 @@ struct DeviceEquations {
       }
       code = is_finite(amax) ? cvt_e4m3x2(v, 0.0f) & 0xFFu : E4M3::kNanBits;
     }
-    return with_factor(code, tensor, saturates);
+    return without_factor(code, tensor, saturates);
   }
 
   // four_over_six_scale: the code by the instruction, which saturates. The fast path needs no
@@ -111,21 +119,24 @@ struct DeviceEquations {
     const float base = sixth * tensor.encode;
     const float v = bits & kSecondScale ? base * (E2M1::kMax / E2M1::kMaxPowerOfTwo) : base;
     const bool finite = is_finite(bits & ~kSecondScale);
-    return with_factor(finite ? cvt_e4m3x2(v, 0.0f) & 0xFFu : E4M3::kNanBits, tensor, false);
+    return without_factor(finite ? cvt_e4m3x2(v, 0.0f) & 0xFFu : E4M3::kNanBits, tensor, false);
   }
-  // Completes a block's scale from its code. saturates: the scale is smaller than its amax
-  // requires.
-  __device__ __forceinline__ static Block with_factor(std::uint32_t code, const Tensor& tensor,
-                                                      bool saturates) {
+  // saturates: the scale is smaller than its amax requires.
+  __device__ __forceinline__ static Block without_factor(std::uint32_t code, const Tensor& tensor,
+                                                         bool saturates) {
     constexpr std::uint32_t kLeastNormal = 1u << E4M3::kMantissaBits;
     // A normal scale below the largest is at most half its last place under its block's amax / 6,
     // so that |x| * factor < 6.4.
     const bool takes_fast_path =
         tensor.takes_fast_path && code - kLeastNormal < E4M3::kMaxBits - kLeastNormal && !saturates;
-    const float value = decode_e4m3(code), denominator = value * tensor.scale;
-    const float factor =
+    return {{code, decode_e4m3(code), 0.0f}, takes_fast_path};
+  }
+  // Completes a block's scale.   takes_fast_path: at most the block's
+  __device__ __forceinline__ static void add_factor(Block& block, const Tensor& tensor,
+                                                    bool takes_fast_path) {
+    const float denominator = block.scale * tensor.scale;
+    block.encode =
         takes_fast_path ? reciprocal_of_normal(denominator) : at_most_float_max(1.0f / denominator);
-    return {{code, value, factor}, takes_fast_path};
   }
 };
 

@@ -187,6 +187,33 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Adds to a counter in global memory. A thread that then loads it sees what the block wrote before
+// its last barrier.
+__device__ __forceinline__ void add_release(std::uint32_t* counter, std::uint32_t n) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(n) : "memory");
+}
+__device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* counter) {
+  std::uint32_t n;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n) : "l"(counter) : "memory");
+  return n;
+}
+
+// Hides where a value comes from. What is computed from it in a loop then stays there; before the
+// loop it would take registers.
+__device__ __forceinline__ void hide_origin(std::uint32_t& value) {
+  asm volatile("" : "+r"(value));
+}
+
+// Loads four matrices of 8 x 8 elements of 16 bits from shared memory, transposed.   row: lane
+// 8 j + i passes row i of matrix j, 16 bytes   out: (4), a matrix each: lane 4 c + l has column c's
+// elements 2 l and 2 l + 1, the first in the lower half
+__device__ __forceinline__ void load_transposed_8x8(const void* row, std::uint32_t* out) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(row)))
+               : "memory");
+}
+
 // Waits for every thread of the cluster. Memory written before is visible to all threads after. A
 // launch without clusters has clusters of one block. Code without clusters is never launched
 // (one_cluster.cu asks first), and would stop.
