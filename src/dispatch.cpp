@@ -1,6 +1,7 @@
 // The functions of minifloat/quantize.h and transform.h: each checks its arguments, then calls the
 // device's backend. Nothing is written before every check has passed. Experts, groups, histories
 // and grouped products have files of their own beside this one; GEMMs of dense layers are torch/'s.
+#include <algorithm>
 #include <cstdint>
 
 #include "cpu/backend.h"
@@ -101,6 +102,20 @@ void check_origin(const Spec& spec, const Origin& origin, std::int64_t rows, std
       ") and columns [", origin.col, ", ", origin.col, " + ", cols, ") as read");
 }
 
+// Checks an operand whose rows lie apart.
+void check_row_bytes(const TensorRef& x, const Operand& operand, bool columnwise) {
+  const Spec& spec = operand.spec;
+  MINIFLOAT_CHECK(!columnwise && x.batch == 1 && !x.groups && !operand.as_fp8 &&
+                      spec.has_blocks() && !spec.has_blocks_2d(),
+                  "quantize: expected row_bytes of one rowwise matrix with blocks of one row, got ",
+                  spec.str());
+  const std::int64_t least =
+      std::max(spec.code_cols(x.cols), spec.scale_cols(x.cols) * spec.scale_bytes());
+  MINIFLOAT_CHECK(operand.row_bytes >= least && operand.row_bytes % spec.scale_bytes() == 0,
+                  "quantize: expected row_bytes of ", least, " or more, a multiple of ",
+                  spec.scale_bytes(), ", got ", operand.row_bytes);
+}
+
 void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) {
   const Spec& spec = operand.spec;
   const std::int64_t rows = columnwise ? x.cols : x.rows, cols = columnwise ? x.rows : x.cols;
@@ -130,6 +145,7 @@ void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) 
       !operand.history.first || (spec.delayed && operand.given_amax && !operand.amax),
       "quantize: expected a history instead of an amax output, beside an active amax under "
       "+delayed");
+  if (operand.row_bytes != 0) check_row_bytes(x, operand, columnwise);
   check_groups("quantize", x, spec, columnwise);
   check_origin(spec, operand.origin, (is_padded ? x.groups.count : x.batch) * rows, cols);
   if (operand.random.row_ids)

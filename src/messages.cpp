@@ -20,8 +20,8 @@ MessageLayout message_layout(const Spec& spec, std::int64_t cols) {
   MINIFLOAT_CHECK(spec.transform == 0, "messages: expected a spec without a transform, got ",
                   spec.str());
   const std::int64_t scale_begin = round_up(spec.code_cols(cols), kMessageAlignment);
-  const std::int64_t size = spec.rule == ScaleRule::kBlock ? sizeof(float) : 1;
-  return {scale_begin, scale_begin + round_up(spec.scale_cols(cols) * size, kMessageAlignment)};
+  const std::int64_t scales = spec.scale_cols(cols) * spec.scale_bytes();
+  return {scale_begin, scale_begin + round_up(scales, kMessageAlignment)};
 }
 
 void quantize_messages(const TensorRef& x, const Spec& spec, const Random& random,
@@ -31,19 +31,13 @@ void quantize_messages(const TensorRef& x, const Spec& spec, const Random& rando
                   "quantize_messages: expected one matrix without groups, got a batch of ",
                   x.batch);
   if (x.cols == 0) return;  // any number of rows
-  const std::int64_t value_bytes = x.dtype == DType::kFloat32 ? 4 : 2;
-  for (std::int64_t r = 0; r < x.rows; ++r) {
-    TensorRef row = x;
-    row.data = static_cast<const std::uint8_t*>(x.data) + r * x.row_stride * value_bytes;
-    row.rows = 1;
-    Operand operand;
-    operand.spec = spec;
-    operand.random = random;
-    operand.origin.row = r;
-    operand.codes = messages + r * layout.bytes;
-    operand.scale = operand.codes + layout.scale_begin;
-    quantize(row, &operand, nullptr, execution);
-  }
+  Operand operand;
+  operand.spec = spec;
+  operand.random = random;
+  operand.codes = messages;
+  operand.scale = messages + layout.scale_begin;
+  operand.row_bytes = layout.bytes;
+  quantize(x, &operand, nullptr, execution);
 }
 
 void sum_messages(const Messages& m, DType dtype, void* out, const Execution& execution) {

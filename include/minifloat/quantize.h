@@ -64,6 +64,9 @@ struct Operand {
   float* amax = nullptr;
   HistoryEntries history;            // raised to the current amax of +delayed; null: none
   std::uint16_t* decoded = nullptr;  // at a multiple of 16 bytes; null: not written
+  // The bytes from a row's codes to the next row's, and from its scales to the next row's, of one
+  // rowwise matrix with blocks of one row; 0: rows follow each other without gaps.
+  std::int64_t row_bytes = 0;
   // Whether E2M1 under powers of two is written as fp4_as_fp8 would convert it: `codes` are E4M3,
   // (rows, padded_cols), and `scale` is the fp32 row scales. Then nothing is decoded.
   bool as_fp8 = false;

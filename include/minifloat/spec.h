@@ -112,6 +112,10 @@ struct Spec {
   Int scale_cols(Int cols) const {
     return ceil_div<Int>(padded_cols(cols), Int(block_cols));
   }
+  // Returns the bytes of a scale.
+  std::int64_t scale_bytes() const {
+    return rule == ScaleRule::kMx || rule == ScaleRule::kNvfp4 ? 1 : 4;
+  }
 };
 
 }  // namespace minifloat

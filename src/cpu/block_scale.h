@@ -27,6 +27,7 @@ struct OperandPlan {
 
   MINIFLOAT_INLINE std::int64_t pitch() const { return length > 0 ? length : padded; }
   MINIFLOAT_INLINE std::int64_t scale_pitch() const {
+    if (operand.row_bytes > 0) return operand.row_bytes / operand.spec.scale_bytes();
     return length > 0 ? length / operand.spec.block_cols : scale_cols;
   }
 };

@@ -52,7 +52,7 @@ class DirectionCast {
     plan_.cols = columnwise ? x.rows : x.cols;
     plan_.padded = spec.padded_cols(columns.written);
     if (columns.pitch != columns.written) plan_.length = columns.pitch;
-    plan_.code_pitch = spec.code_cols(columns.pitch);
+    plan_.code_pitch = operand.row_bytes > 0 ? operand.row_bytes : spec.code_cols(columns.pitch);
     plan_.scale_rows = spec.has_blocks() ? spec.scale_rows(plan_.rows) : 0;
     plan_.scale_cols = spec.has_blocks() ? spec.scale_cols(columns.written) : 0;
     if (spec.stochastic)

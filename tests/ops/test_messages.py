@@ -48,6 +48,24 @@ def check_sums(device="cpu"):
             require_same(sums(sent, spec, cols, out, device), want, f"{spec}, {cols}, {dtype}")
 
 
+def check_codes(device="cpu"):
+    """Compares with one cast on the CPU, where rows follow each other: rows of x that lie apart,
+    and begin between vectors; lengths around 16384 columns, the most of a block of threads."""
+    lengths = [16, 48, 128, 144, 300, 8192 + 16, 16384 - 16, 16384 + 128]
+    for spec, cols, dtype, begin in itertools.product(SPECS, lengths, FLOATS, (0, 1, 16)):
+        x = torch.randn(RANKS, cols + 32).to(dtype)[:, begin : begin + cols]
+        rng = torch.tensor([3, 4])
+        on_device = {"rng": rng.to(device), "stream": STREAM}
+        sent = ops.quantize_messages(x.to(device), spec, **on_device).cpu()
+        codes, scale, *_ = ops.quantize(x.contiguous(), spec, "", rng=rng, stream_row=STREAM)
+        scales = scale.contiguous().view(torch.uint8)
+        at = -(-codes.shape[1] // 16) * 16
+        what = f"{spec}, {cols} from {begin} on, {dtype}"
+        require_same(sent[:, : codes.shape[1]].contiguous(), codes, f"codes of {what}")
+        sent_scales = sent[:, at : at + scales.shape[1]].contiguous()
+        require_same(sent_scales, scales, f"scales of {what}")
+
+
 def check_bf16(device="cpu"):
     for cols, out in itertools.product(LENGTHS, FLOATS):
         values = [of_rank(rank, cols, torch.bfloat16) for rank in range(RANKS)]
@@ -75,6 +93,17 @@ def check_not_finite(device="cpu"):
 
 def test_sums_are_those_of_whole_casts():
     check_sums()
+
+
+def test_codes_are_those_of_a_whole_cast():
+    check_codes()
+
+
+def test_many_messages():
+    x, rng = torch.randn(70, 272), torch.tensor([1, 2])
+    sent = ops.quantize_messages(x, "mxfp8+sr", rng=rng)
+    codes, *_ = ops.quantize(x, "mxfp8+sr", "", rng=rng)
+    require_same(sent[:, :272].contiguous(), codes, "codes of 70 messages")
 
 
 def test_sums_of_bf16():

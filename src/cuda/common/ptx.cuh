@@ -187,17 +187,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-// Adds to a counter in global memory. A thread that then loads it sees what the block wrote before
-// its last barrier.
-__device__ __forceinline__ void add_release(std::uint32_t* counter, std::uint32_t n) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(n) : "memory");
-}
-__device__ __forceinline__ std::uint32_t load_acquire(const std::uint32_t* counter) {
-  std::uint32_t n;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(n) : "l"(counter) : "memory");
-  return n;
-}
-
 // Hides where a value comes from. What is computed from it in a loop then stays there; before the
 // loop it would take registers.
 __device__ __forceinline__ void hide_origin(std::uint32_t& value) {

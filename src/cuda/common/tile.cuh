@@ -92,18 +92,20 @@ __device__ __forceinline__ const T* row_of(const Source& x, std::uint32_t batch,
   return row_at<T>(x, batch, row);
 }
 
+// Loads 16 elements, aligned to 16 bytes.
+template <class T>
+__device__ __forceinline__ Vec16<T> load_vec(const T* from) {
+  Vec16<T> vec;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(vec) / sizeof(uint4)); ++i)
+    reinterpret_cast<uint4*>(&vec)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+  return vec;
+}
 // Loads 16 elements from `col` on; zero past the end of the row.
 template <class T>
 __device__ __forceinline__ Vec16<T> load_vec(const Source& x, const T* row, std::uint32_t col) {
+  if (x.aligned && col + kVec <= x.cols) return load_vec(row + col);
   Vec16<T> vec = {};
-  if (x.aligned && col + kVec <= x.cols) {
-    const uint4* chunks = reinterpret_cast<const uint4*>(row + col);
-    uint4* to = reinterpret_cast<uint4*>(&vec);
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(vec) / sizeof(uint4)); ++i)
-      to[i] = __ldg(chunks + i);
-    return vec;
-  }
 #pragma unroll
   for (int i = 0; i < kVec; ++i)
     if (col + i < x.cols) vec.set(i, row[col + i]);

@@ -34,6 +34,7 @@ struct KernelOperand {
   ScaleRounding rounding;
   bool delayed;
   bool aligned;     // rows of codes start at multiples of a vec16's bytes
+  bool has_gaps;    // rows of codes, and of scales, lie apart: code_pitch and scale_cols
   bool stochastic;  // codes are
   int points;       // of the transform; 0: there is none
   int height_log2;  // of a block; 0 for tensors and rows

@@ -110,7 +110,7 @@ inline bool is_run(const QuantizeArgs& args) {
   const std::int64_t block = std::max({args.row_spec.block_cols, args.row_spec.transform, kVec});
   const bool has_gaps = !x.rows_from && ((x.rows > 1 && x.row_stride != x.cols) ||
                                          (args.batch > 1 && x.batch_stride != x.rows * x.cols));
-  return !has_gaps && x.cols % block == 0 && args.row.height_log2 == 0 &&
+  return !has_gaps && !args.row.has_gaps && x.cols % block == 0 && args.row.height_log2 == 0 &&
          args.batch * x.rows * x.cols / kVec < (std::int64_t{1} << 31) - kThreads * kVecsOfRows;
 }
 

@@ -11,15 +11,16 @@ namespace minifloat::cuda {
 
 // The kernels, by how they read x or compute it.
 enum Walk : unsigned {
-  kRowsWalk = 1 << 0,         // matrices by rows: preset_rows.cu
-  kTilesWalk = 1 << 1,        // matrices by tiles: preset_tiles.cu
-  kFp32TilesWalk = 1 << 2,    // of fp32: preset_fp32_tiles.cu
-  kBlocks2dWalk = 1 << 3,     // the same codes in both directions: preset_blocks_2d.cu
-  kGroupRowsWalk = 1 << 4,    // groups, and matrices of a batch: preset_group_rows.cu
-  kGroupTilesWalk = 1 << 5,   // groups: preset_group_tiles.cu
-  kSwiGluRowsWalk = 1 << 6,   // SwiGLU's values by rows: experts/quantize_swiglu_rows.cu
-  kSwiGluTilesWalk = 1 << 7,  // the same by tiles: experts/quantize_swiglu_tiles.cu
-  kSwiGluMatrixWalk = 1 << 8  // the same without groups
+  kRowsWalk = 1 << 0,          // matrices by rows: preset_rows.cu
+  kTilesWalk = 1 << 1,         // matrices by tiles: preset_tiles.cu
+  kFp32TilesWalk = 1 << 2,     // of fp32: preset_fp32_tiles.cu
+  kBlocks2dWalk = 1 << 3,      // the same codes in both directions: preset_blocks_2d.cu
+  kGroupRowsWalk = 1 << 4,     // groups, and matrices of a batch: preset_group_rows.cu
+  kGroupTilesWalk = 1 << 5,    // groups: preset_group_tiles.cu
+  kSwiGluRowsWalk = 1 << 6,    // SwiGLU's values by rows: experts/quantize_swiglu_rows.cu
+  kSwiGluTilesWalk = 1 << 7,   // the same by tiles: experts/quantize_swiglu_tiles.cu
+  kSwiGluMatrixWalk = 1 << 8,  // the same without groups
+  kPitchedRowsWalk = 1 << 9    // rows that may lie apart, of bf16 or fp32: preset_pitched_rows.cu
 };
 inline constexpr unsigned kWalksOfColumns =  // whose kernels may leave out the rowwise cast
     kTilesWalk | kGroupTilesWalk | kSwiGluTilesWalk;
@@ -84,12 +85,12 @@ using Table = List<
     // ---- Rowwise
     Pair<Tensor, Absent, kEveryRow>,
     Pair<TensorE5m2, Absent, kOfMemoryRows>,
-    Pair<Block, Absent, kEveryRow>,
-    Pair<Mxfp8, Absent, kEveryRow>,
-    Pair<BlockRandom, Absent, kRowsWalk>,  // of messages
-    Pair<Mxfp8Random, Absent, kRowsWalk>,
-    Pair<Mxfp4::Straight, Absent, kEveryRow>,
-    Pair<Mxfp4::Random, Absent, kOfMemoryRows | kSwiGluRowsWalk>,
+    Pair<Block, Absent, kEveryRow | kPitchedRowsWalk>,
+    Pair<Mxfp8, Absent, kEveryRow | kPitchedRowsWalk>,
+    Pair<BlockRandom, Absent, kPitchedRowsWalk>,  // of messages
+    Pair<Mxfp8Random, Absent, kPitchedRowsWalk>,
+    Pair<Mxfp4::Straight, Absent, kEveryRow | kPitchedRowsWalk>,
+    Pair<Mxfp4::Random, Absent, kOfMemoryRows | kSwiGluRowsWalk | kPitchedRowsWalk>,
     Pair<Nvfp4::Straight, Absent, kOfMemoryRows>,
     Pair<Nvfp4::Random, Absent, kOfMemoryRows>,
     Pair<Nvfp4Pow2::Straight, Absent, kOfMemoryRows>,

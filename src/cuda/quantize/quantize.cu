@@ -30,6 +30,8 @@ class PlannedOperand {
     MINIFLOAT_CHECK(all_rows < kMostRows && cols < kMostRows,
                     "quantize: expected less than 2^31 rows in all and 2^31 columns, got ",
                     all_rows, " and ", cols);
+    MINIFLOAT_CHECK(operand.row_bytes < 2 * kMostRows,
+                    "quantize: expected row_bytes below 2^32, got ", operand.row_bytes);
     plan_.rule = spec.rule;
     plan_.rounding = spec.scale_rounding;
     plan_.delayed = spec.delayed;
@@ -39,9 +41,11 @@ class PlannedOperand {
     plan_.vecs_log2 = spec.has_blocks() ? log2_of(spec.block_cols / kVec) : 0;
     plan_.rows = size(rows);
     plan_.padded = size(spec.padded_cols(cols));
-    plan_.code_pitch = size(spec.code_cols(cols));
+    plan_.has_gaps = operand.row_bytes > 0;
+    plan_.code_pitch = size(plan_.has_gaps ? operand.row_bytes : spec.code_cols(cols));
     plan_.scale_rows = spec.has_blocks() ? size(spec.scale_rows(rows)) : 0;
     plan_.scale_cols = spec.has_blocks() ? size(spec.scale_cols(cols)) : 0;
+    if (plan_.has_gaps) plan_.scale_cols = size(operand.row_bytes / spec.scale_bytes());
     const auto vec_bytes = static_cast<std::uint32_t>(kVec * spec.code_bits() / 8);
     plan_.aligned = plan_.code_pitch % vec_bytes == 0 &&
                     reinterpret_cast<std::uintptr_t>(operand.codes) % vec_bytes == 0;
@@ -258,13 +262,14 @@ bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise,
   if (!args.x.aligned) return false;
   if (rowwise && !fits_preset(args.row_spec, args.row)) return false;
   if (columnwise && !fits_preset(args.col_spec, args.col)) return false;
-  if (!args.is_bf16)
-    return rowwise && columnwise && !args.groups && args.x.cols % kTile == 0 &&
-           args.x.rows % kTile == 0 && launch_preset_fp32_tiles(args, execution);
   if (rowwise && !columnwise)
-    return (!args.groups &&
+    return (args.is_bf16 && !args.groups &&
             (launch_preset_eden(args, false, execution) || launch_preset_rows(args, execution))) ||
-           launch_preset_group_rows(args, execution);
+           (args.is_bf16 && launch_preset_group_rows(args, execution)) ||
+           launch_preset_pitched_rows(args, execution);
+  if (!args.is_bf16)
+    return rowwise && !args.groups && args.x.cols % kTile == 0 && args.x.rows % kTile == 0 &&
+           launch_preset_fp32_tiles(args, execution);
   if (args.x.cols % kTile != 0) return false;
   if (args.groups) return launch_preset_group_tiles(args, rowwise, execution);
   if (args.x.rows % kTile != 0) return false;
