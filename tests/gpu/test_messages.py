@@ -11,7 +11,7 @@ from tests.ops import test_messages as messages
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("name", ["codes", "sums", "bf16", "not_finite"])
+@pytest.mark.parametrize("name", ["codes", "any_bytes", "sums", "bf16", "not_finite"])
 def test_messages(device, name):
     getattr(messages, f"check_{name}")(device)
 

@@ -10,6 +10,7 @@ from minifloat._native import ops
 from tests.support.same_bits import require_same
 
 SPECS = ["e4m3/1x128", "e4m3/1x128+sr", "mxfp8+sr", "mxfp8/e5m2", "mxfp4", "mxfp4+sr"]
+ANY_BYTES = ["e4m3/1x128", "mxfp8", "mxfp8/e5m2", "mxfp4"]
 LENGTHS = [1, 2, 31, 128, 129, 300, 2048, 5000]  # around blocks, and a CPU's piece of 2048 columns
 FLOATS = (torch.float32, torch.bfloat16)
 RANKS, STREAM = 3, 9
@@ -46,6 +47,36 @@ def check_sums(device="cpu"):
         for out in FLOATS:
             want = ((values[0] + values[1]) + values[2]).to(out)
             require_same(sums(sent, spec, cols, out, device), want, f"{spec}, {cols}, {dtype}")
+
+
+def check_any_bytes(device="cpu"):
+    """Compares sums of 1 to 17 ranks of any codes and scales with values that torch adds in order.
+
+    Products overflow, underflow and are NaN; fp32 scales are powers of two and other numbers.
+    """
+    generator = torch.Generator().manual_seed(7)
+    for spec, ranks, cols in itertools.product(ANY_BYTES, (1, 2, 4, 7, 8, 9, 17), (129, 2048)):
+        codes, scale, *_ = ops.quantize(torch.ones(ranks, cols), spec, "", rng=torch.tensor([1, 2]))
+        codes = torch.randint(256, codes.shape, generator=generator, dtype=torch.uint8)
+        if scale.dtype == torch.float32:
+            exponents = torch.randint(-126, 128, scale.shape, generator=generator)
+            scale = torch.exp2(exponents.float())
+            scale[:, ::3] *= 1.25
+        else:
+            random = torch.randint(256, scale.shape, generator=generator, dtype=torch.uint8)
+            scale = random.view(scale.dtype)
+        values = ops.dequantize(codes, scale, None, spec, cols)
+        want = values[0].clone()
+        for value in values[1:]:
+            want += value
+        sent = torch.zeros(ranks, ops.message_bytes(spec, cols), dtype=torch.uint8)
+        sent[:, : codes.shape[1]] = codes
+        scales, begin = scale.view(torch.uint8), -(-codes.shape[1] // 16) * 16
+        sent[:, begin : begin + scales.shape[1]] = scales
+        out = torch.full((cols,), 7.0, device=device)
+        ops.sum_messages(sent.to(device), spec, out)
+        want = torch.where(want.isnan(), float("nan"), want)  # of one bit pattern
+        require_same(out.cpu(), want, f"{spec}, {ranks} ranks, {cols} columns")
 
 
 def check_codes(device="cpu"):
@@ -104,6 +135,10 @@ def test_many_messages():
     sent = ops.quantize_messages(x, "mxfp8+sr", rng=rng)
     codes, *_ = ops.quantize(x, "mxfp8+sr", "", rng=rng)
     require_same(sent[:, :272].contiguous(), codes, "codes of 70 messages")
+
+
+def test_sums_of_any_bytes():
+    check_any_bytes()
 
 
 def test_sums_of_bf16():

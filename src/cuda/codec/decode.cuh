@@ -30,6 +30,29 @@ __device__ __forceinline__ void decode_vec(const Codes<F>& codes, float (&v)[kVe
   }
 }
 
+// Decodes a vec16's codes to 2^-kDecodedShift<F> of their values. E2M1's magnitude at bits 11:9 of
+// a half, which may be subnormal, is 2^-14 of its value: codes i and i + 4 take a word of halves.
+template <class F>
+inline constexpr int kDecodedShift = F::kBits == 4 ? 14 : 0;
+template <class F>
+__device__ __forceinline__ void decode_shifted(const Codes<F>& codes, float (&v)[kVec]) {
+  if constexpr (F::kBits == 4) {
+#pragma unroll
+    for (int first = 0; first < kVec; first += 8) {
+      const std::uint32_t w = codes.w[first / 8];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const std::uint32_t magnitude = i < 3 ? w << (9 - 4 * i) : w >> 3;
+        const std::uint32_t sign = w << (12 - 4 * i);
+        const float2 two = cvt_f16x2((magnitude & 0x0E00'0E00u) | (sign & 0x8000'8000u));
+        v[first + i] = two.x, v[first + i + 4] = two.y;
+      }
+    }
+  } else {
+    decode_vec<F>(codes, v);
+  }
+}
+
 // The table from E2M1 to bf16: 16 bits for each of the eight magnitudes, the lower and the upper
 // bytes apart, as the byte permutation reads them.
 struct Bf16Table {
