@@ -13,11 +13,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "python"), str(ROOT)]  # the source tree's package, installed or not
@@ -114,6 +116,33 @@ def medians_in_turns(
             else:
                 times[name].append(host_ms(call, 1))
     return {name: statistics.median(ms) for name, ms in times.items()}
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """All launches of a kernel in a step."""
+
+    name: str
+    ms: float
+    launches: int
+
+
+def kernels_of(step: Callable[[], object]) -> list[Kernel]:
+    """Profiles the kernels of a step; none without a GPU."""
+    if not torch.cuda.is_available():
+        return []
+    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+        step()
+        torch.cuda.synchronize()
+    events = trace.key_averages()  # triton names a kernel by the ops around it
+    return [Kernel(e.key, e.self_device_time_total / 1e3, e.count) for e in events]
+
+
+def kind_of(kernel: Kernel, kinds: Mapping[str, Sequence[str]]) -> str:
+    """Returns the first kind one of whose words is in the kernel's name, or "the rest"."""
+    low = kernel.name.lower()
+    found = (kind for kind, words in kinds.items() if any(word in low for word in words))
+    return next(found, "the rest")
 
 
 def peak_bytes(step: Callable[[], object]) -> int:

@@ -179,22 +179,11 @@ def transformer_engine(sizes: Sizes) -> Iterator[tuple[str, Callable[[], nn.Modu
         yield name, lambda recipe=recipe: TransformerEngineBlocks(sizes, recipe).cuda()
 
 
-def kind_of(kernel: str) -> str:
-    low = kernel.lower()
-    found = (kind for kind, parts in KINDS.items() if any(part in low for part in parts))
-    return next(found, "the rest")
-
-
 def profiled(step: Callable[[], object]) -> dict[str, float]:
     """Returns the ms of a step's kernels by kind."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
-        step()
-        torch.cuda.synchronize()
     times: dict[str, float] = defaultdict(float)
-    for event in trace.key_averages():  # triton names a kernel by the ops around it
-        times[kind_of(event.key)] += event.self_device_time_total / 1e3
+    for kernel in timing.kernels_of(step):
+        times[timing.kind_of(kernel, KINDS)] += kernel.ms
     return dict(times)
 
 

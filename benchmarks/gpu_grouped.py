@@ -13,6 +13,7 @@ layers      forward and backward of mf.scaled_grouped_mm, weights cast anew, aga
             Beside them: the floor and the count (_linear_floor.py), the speed with weights that
             are codes already, the memory of a step, and torchao's FP8 by rows where it can be
             imported
+launches    kernels of a step of the SMALL shapes by kind, beside the count: ms and launches
 count       the count of SMALL shapes, which needs no GPU: where FP8's bar is 88% of it
 """
 
@@ -52,6 +53,11 @@ TORCHAO = "torchao fp8 rowwise"
 # Many small experts, measured on a router's counts alone.
 SMALL: list[Shape] = [(49152, 1536, 2048, 96), (65536, 768, 2048, 128)]
 SHARE_OF_COUNT = 0.88
+KINDS = {
+    "amaxes": ("amax",),
+    "casts": ("quantize", "as_fp8", "write_whole", "eden"),
+    "products": ("gemm", "cutlass", "grouped_mm"),
+}
 FLOOR_COPY = 1 << 28  # bytes of the copy that a floor's casts are as fast as
 
 
@@ -138,6 +144,26 @@ def print_counts(recipes: list[str]) -> None:
                 print(f"{recipe:22} {products:6.3f} {casts:6.3f} {products + casts:6.3f}")
 
 
+def print_launches(recipes: list[str], device: torch.device) -> None:
+    for shape in SMALL:
+        ends = routed_ends(shape[0], shape[3], device)
+        print(f"\nkernels, (M, N, K, E) = {shape}, routed groups: ms, launches; last: the count")
+        for recipe in recipes:
+            step = step_of(recipe, shape, ends)
+            step()
+            found: dict[str, list[timing.Kernel]] = {kind: [] for kind in (*KINDS, "the rest")}
+            for kernel in timing.kernels_of(step):
+                found[timing.kind_of(kernel, KINDS)].append(kernel)
+            cells = [
+                f"{kind} {sum(k.ms for k in some):.3f}, {sum(k.launches for k in some)}"
+                for kind, some in found.items()
+            ]
+            counted = (
+                "" if recipe == TORCHAO else "{:.3f}, {:.3f}".format(*counts_of(recipe, shape))
+            )
+            print(f"{recipe:22} {'; '.join(cells)}; {counted}")
+
+
 def bar_of(recipe: str, shape: Shape, groups: str, bf16_ms: float) -> float | None:
     """Returns the least speed of a recipe; None where it has none."""
     if shape in SMALL and recipe.startswith("fp8"):
@@ -219,6 +245,8 @@ def main() -> int:
     print(f"{timing.device_name(device)}, torch {torch.__version__}")
     shapes = args.shapes or (SHAPES[:1] if args.quick else SHAPES)
     recipes = args.recipes or [*BARS, FAST, *([TORCHAO] if torchao_product() else [])]
+    if "launches" in args.parts:
+        print_launches(recipes, device)
     met, casts, engines, products, layers = True, [], [], [], []
     if "casts" in args.parts:
         casts = parts.measure_casts(device, args.quick)
