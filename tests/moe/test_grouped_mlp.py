@@ -7,6 +7,7 @@ from minifloat._native import ops
 from minifloat.moe.feed_forward import order_rows
 from minifloat.nn.cache.operand_cache import can_reuse
 from minifloat.spec import Spec
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.experts import LIMIT, loop_mlp, relative_error, routing, state_of, tensors
@@ -322,6 +323,35 @@ def test_gradients_that_are_not_needed_are_not_computed():
         found = gradients(y, given, torch.ones(12, D))
         assert list(found) == [name]
         assert torch.equal(found[name], expected[name])
+
+
+class CastAmaxes(TorchDispatchMode):
+    """Lists the columnwise casts of rows and weights, each with whether its amax was passed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, bool]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        names = [a.name for a in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        if func._opname in ("quantize", "quantize_swiglu") and not given["row"]:
+            self.found.append((given["col"], given.get("amax_col") is not None))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "shared"), [("fp8_tensorwise", 4), ("fp8_rowwise", 0), ("nvfp4", 2)]
+)
+def test_backward_takes_the_amaxes_that_forward_has_found(recipe, shared):
+    """Those of h, x and both weights under a tensor's scale; under nvfp4 of the weights alone."""
+    torch.manual_seed(0)
+    layer = mf.MoE(64, 32, 4, 2, fused_w13=True, dtype=torch.bfloat16, recipe=recipe, balance=None)
+    y = layer(torch.randn(40, 64, dtype=torch.bfloat16, requires_grad=True))
+    with CastAmaxes() as seen:
+        y.sum().backward()
+    assert len(seen.found) == 4
+    assert sum(is_given for _, is_given in seen.found) == shared
 
 
 def test_double_backward_is_refused():

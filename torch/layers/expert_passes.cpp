@@ -27,8 +27,9 @@ std::vector<const PreparedRecipe*> recipes_of_inputs(const Experts& experts) {
 }
 
 // Returns h as the output's product reads it, in the directions that are needed.
+//   amax: of the columnwise operand's groups; undefined: the cast finds it
 Rows quantize_hidden(const Experts& experts, const RowOrder& order, const GateAndUp& gates,
-                     bool rowwise, bool columnwise) {
+                     bool rowwise, bool columnwise, const Tensor& amax = {}) {
   const ExpertProduct& output = experts.products.back();
   const PreparedRecipe& recipe = *output.recipe;
   const SwiGluArguments of = gates.of(experts.form);
@@ -44,6 +45,7 @@ Rows quantize_hidden(const Experts& experts, const RowOrder& order, const GateAn
   state.stream = output.stream;
   state.row_ids = order.row_ids;
   state.first_expert = output.first_expert;
+  if (amax.defined()) state.amax = amax;
   return {shape_alone(of.product, of.rows(), of.width()),
           operands_of_swiglu(of, recipe, rowwise, columnwise, std::move(state))};
 }
@@ -52,10 +54,18 @@ QuantizedOperand codes_of(const ExpertTensors& t) {
   return {t.codes[0], t.codes[1], t.codes[2], Tensor()};
 }
 
-// Returns the rows of x, quantized columnwise once for all products.
-Rows rows_again(const Experts& experts, const ExpertTensors& t, const Tensor& table) {
+// Returns the amax that both directions of rows share; undefined: they share none.
+Tensor amax_of_rows(const PreparedRecipe& recipe, const Rows& rowwise) {
+  return rowwise.operands.empty() ? Tensor()
+                                  : amax_of_both(recipe, kFpropX, kWgradX, rowwise.operands[2]);
+}
+
+// Returns the rows of x, quantized columnwise once for all products.   amax: as rows_of_tokens
+Rows rows_again(const Experts& experts, const ExpertTensors& t, const Tensor& table,
+                const Tensor& amax) {
   const std::vector<const PreparedRecipe*> recipes = recipes_of_inputs(experts);
-  if (t.codes.empty()) return rows_of_tokens(recipes, t.x, t.order, table, /*rowwise=*/false);
+  if (t.codes.empty())
+    return rows_of_tokens(recipes, t.x, t.order, table, /*rowwise=*/false, {}, amax);
   const Tensor values =
       values_of(recipes[0]->specs[kFpropX], codes_of(t), t.x.sym_size(1), table, t.x.scalar_type());
   return columnwise_rows(recipes, values, table);
@@ -115,26 +125,32 @@ GroupedCall product_call(const ExpertProduct& product, at::ScalarType dtype, con
           .sharding = product.sharding};
 }
 
-Tensor forward_rows(const Experts& experts, const ExpertTensors& t, std::vector<Tensor>& products) {
+Tensor forward_rows(const Experts& experts, const ExpertTensors& t, ExpertResults& found) {
   const Tensor table = t.order.table();
   const at::ScalarType dtype = t.x.scalar_type();
   const Rows rows = t.codes.empty()
                         ? rows_of_tokens(recipes_of_inputs(experts), t.x, t.order, table,
                                          /*rowwise=*/true, t.tokens)
                         : Rows{t.x, as_operands(codes_of(t))};
+  found.amaxes.matrices.resize(experts.products.size());
+  const auto multiply = [&](const Rows& a, std::size_t i, at::TensorList bias, bool zeroes_tail) {
+    GroupedCall call =
+        product_call(experts.products[i], dtype, t.order, bias, a.operands, zeroes_tail);
+    call.keeps_amax = &found.amaxes.matrices[i];
+    return multiply_groups(a.values, t.matrices[i], t.order.offs, call);
+  };
+  if (t.codes.empty()) found.amaxes.rows = amax_of_rows(*experts.products[0].recipe, rows);
   for (std::size_t i = 0; i < experts.inputs(); ++i)
-    products.push_back(multiply_groups(
-        rows.values, t.matrices[i], t.order.offs,
-        product_call(experts.products[i], dtype, t.order, bias_of(experts, t.biases, i),
-                     rows.operands, /*zeroes_tail=*/false)));
-  const GateAndUp gates(products, t.weights, t.order, table);
+    found.products.push_back(
+        multiply(rows, i, bias_of(experts, t.biases, i), /*zeroes_tail=*/false));
+  const GateAndUp gates(found.products, t.weights, t.order, table);
   const Rows h = quantize_hidden(experts, t.order, gates, /*rowwise=*/true, false);
-  return multiply_groups(h.values, t.matrices.back(), t.order.offs,
-                         product_call(experts.products.back(), dtype, t.order, {}, h.operands));
+  found.amaxes.hidden = amax_of_rows(*experts.products.back().recipe, h);
+  return multiply(h, experts.inputs(), {}, /*zeroes_tail=*/true);
 }
 
 ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
-                              const std::vector<Tensor>& products, const Tensor& g,
+                              const ExpertResults& found, const Tensor& g,
                               const ExpertNeeds& needs) {
   const std::size_t inputs = experts.inputs();
   ExpertGradients out;
@@ -145,20 +161,22 @@ ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
 
   const Tensor table = t.order.table();
   const at::ScalarType dtype = t.x.scalar_type();
-  const GateAndUp gates(products, t.weights, t.order, table);
+  const GateAndUp gates(found.products, t.weights, t.order, table);
   Tensor dh;
   {
     RowGradient of_rows = gradient_of_rows(experts, t.order, table, g);
     GroupedCall call = product_call(experts.products[inputs], dtype, t.order, {}, {},
                                     /*zeroes_tail=*/false);
     call.g_operands = of_rows.operands;
+    call.amax = found.amaxes.matrices[inputs];
     const Tensor shape_of_hidden = shape_alone(t.x, t.order.rows(), t.matrices[inputs].sym_size(1));
     GroupedGradients d = group_gradients(
         std::move(of_rows.values), shape_of_hidden, t.matrices[inputs], t.order.offs, call,
         {before.any(), needs.matrices[inputs], false}, of_rows.rows_from, [&](Tensor da) {
           dh = std::move(da);
-          return needs.matrices[inputs] ? quantize_hidden(experts, t.order, gates, false, true)
-                                        : Rows();
+          return needs.matrices[inputs]
+                     ? quantize_hidden(experts, t.order, gates, false, true, found.amaxes.hidden)
+                     : Rows();
         });
     out.matrices[inputs] = std::move(d.b);
   }
@@ -178,13 +196,16 @@ ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
       if (da.defined()) d_rows = d_rows.defined() ? d_rows + da : std::move(da);
       if (i + 1 == inputs && d_rows.defined())
         out.x = add_slots(std::exchange(d_rows, {}), t.order.places, std::nullopt);
-      if (needs.matrices[i] && !rows.values.defined()) rows = rows_again(experts, t, table);
+      if (needs.matrices[i] && !rows.values.defined())
+        rows = rows_again(experts, t, table, found.amaxes.rows);
       return i + 1 == inputs ? std::exchange(rows, {}) : rows;
     };
-    GroupedGradients d = group_gradients(
-        std::move(of_inputs[i]), shape_of_rows, t.matrices[i], t.order.offs,
-        product_call(experts.products[i], dtype, t.order, bias_of(experts, t.biases, i)),
-        {needs.x, needs.matrices[i], needs_bias}, std::nullopt, take);
+    GroupedCall call =
+        product_call(experts.products[i], dtype, t.order, bias_of(experts, t.biases, i));
+    call.amax = found.amaxes.matrices[i];
+    GroupedGradients d =
+        group_gradients(std::move(of_inputs[i]), shape_of_rows, t.matrices[i], t.order.offs, call,
+                        {needs.x, needs.matrices[i], needs_bias}, std::nullopt, take);
     out.matrices[i] = std::move(d.b);
     if (needs_bias) out.biases[static_cast<std::size_t>(bias)] = std::move(d.bias);
   }

@@ -99,15 +99,15 @@ Tensor shape_alone(const Tensor& like, const SymInt& rows, const SymInt& cols) {
 }
 
 Rows rows_of_tokens(const std::vector<const PreparedRecipe*>& recipes, const Tensor& x,
-                    const RowOrder& order, const Tensor& table, bool rowwise,
-                    at::TensorList tokens) {
+                    const RowOrder& order, const Tensor& table, bool rowwise, at::TensorList tokens,
+                    const Tensor& amax) {
   const PreparedRecipe& recipe = *recipes[0];
   if (!read_one_cast(recipes, rowwise ? kFpropX : kWgradX)) return {order.take(x), {}};
   const Tensor shape = shape_alone(x, order.rows(), x.sym_size(1));
   if (rowwise && has_own_codes(recipe.specs[kFpropX]))
     return {shape, operands_of_tokens(recipe, x, order, tokens)};
   return {shape, operands_of_rows(recipe, x, rowwise, !rowwise,
-                                  {.table = table, .rows_from = order.tokens()})};
+                                  {.table = table, .rows_from = order.tokens()}, amax)};
 }
 
 Rows columnwise_rows(const std::vector<const PreparedRecipe*>& recipes, const Tensor& rows,

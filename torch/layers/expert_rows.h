@@ -36,9 +36,10 @@ struct RowOrder {
 // Returns the rows of x (T, D) for products of these recipes, quantized in one direction without a
 // copy of the values where all can read one operand.
 //   tokens: x as the op layer_operands returns it, of which the rowwise tensors are read; or none
+//   amax: of the columnwise operand's groups; undefined: the cast finds it
 Rows rows_of_tokens(const std::vector<const PreparedRecipe*>& recipes, const Tensor& x,
                     const RowOrder& order, const Tensor& table, bool rowwise,
-                    at::TensorList tokens = {});
+                    at::TensorList tokens = {}, const Tensor& amax = {});
 
 // Returns rows that are copied already, quantized columnwise once for all products that can read
 // one operand.

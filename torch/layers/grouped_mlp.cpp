@@ -49,8 +49,8 @@ ExpertTensors with_rounded_biases(ExpertTensors t) {
 }
 
 Tensor forward_pass(const Experts& experts, const ExpertTensors& t, const MaybeTensor& base,
-                    variable_list& products) {
-  const Tensor rows = forward_rows(experts, with_rounded_biases(t), products);
+                    ExpertResults& found) {
+  const Tensor rows = forward_rows(experts, with_rounded_biases(t), found);
   return experts.sums ? add_slots(rows, t.order.places, base) : rows;
 }
 
@@ -60,13 +60,15 @@ struct GroupedMlpFunction : torch::autograd::Function<GroupedMlpFunction> {
                         at::TensorList matrices, at::TensorList biases, const MaybeTensor& base,
                         const Experts& experts, const ExpertTensors& t, const ExpertNeeds& needs) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    variable_list products;
-    Tensor y = forward_pass(experts, t, base, products);
+    ExpertResults found;
+    Tensor y = forward_pass(experts, t, base, found);
     variable_list saved = {
         x, weights, t.order.pairs, t.order.places, t.order.offs, t.order.row_ids};
     for (const at::TensorList list :
-         {matrices, biases, at::TensorList(t.codes), at::TensorList(products)})
+         {matrices, biases, at::TensorList(t.codes), at::TensorList(found.products),
+          at::TensorList(found.amaxes.matrices)})
       saved.insert(saved.end(), list.begin(), list.end());
+    saved.insert(saved.end(), {found.amaxes.rows, found.amaxes.hidden});
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["state"] =
         c10::IValue::make_capsule(c10::make_intrusive<Capsule>(experts, needs, t.codes.size()));
@@ -98,13 +100,15 @@ struct GroupedMlpFunction : torch::autograd::Function<GroupedMlpFunction> {
     };
     const ExpertTensors t = {saved[0],    saved[1],     {saved[2], saved[3], saved[4], saved[5]},
                              take(count), take(biases), take(state.codes)};
-    const variable_list products(next, saved.end());
+    ExpertResults found = {take(count - 1), {{}, {}, take(count)}};
+    found.amaxes.rows = next[0];
+    found.amaxes.hidden = next[1];
     variable_list out(2);
     {
       const at::AutoDispatchBelowADInplaceOrView below;
       const at::AutoGradMode no_grad(false);
       if (!grads[0].defined()) return variable_list(2 + count + biases + 4);
-      ExpertGradients d = backward_rows(state.experts, t, products, grads[0], needs);
+      ExpertGradients d = backward_rows(state.experts, t, found, grads[0], needs);
       out = {std::move(d.x), std::move(d.weights)};
       for (variable_list* list : {&d.matrices, &d.biases})
         out.insert(out.end(), list->begin(), list->end());
@@ -366,8 +370,8 @@ Tensor grouped_mlp_kernel(const Tensor& x, const Tensor& weights, at::TensorList
   const ExpertNeeds needs = needs_of(t, base);
   if (!needs.any()) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    variable_list products;
-    return forward_pass(experts, t, base, products);
+    ExpertResults found;
+    return forward_pass(experts, t, base, found);
   }
   return GroupedMlpFunction::apply(x, weights, matrices, at::TensorList(t.biases), base, experts, t,
                                    needs);

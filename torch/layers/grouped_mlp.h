@@ -55,6 +55,13 @@ struct ExpertTensors {
   std::vector<Tensor> tokens = {};  // the operands of x that a caller gives, for forward alone
 };
 
+// The amaxes that both directions of an operand share, which forward finds and backward's casts
+// take; undefined where a direction has its own.
+struct ExpertAmaxes {
+  Tensor rows, hidden;           // of x's rows and of h: (E)
+  std::vector<Tensor> matrices;  // (E), one a product
+};
+
 // Which gradients backward computes.
 struct ExpertNeeds {
   bool x, weights, base;
@@ -69,13 +76,19 @@ struct ExpertGradients {
   std::vector<Tensor> matrices, biases;
 };
 
-// Returns the rows (M, D) of all experts, and appends the products of gate and up.
-Tensor forward_rows(const Experts& experts, const ExpertTensors& t, std::vector<Tensor>& products);
+// What backward reads besides the tensors of the call.
+struct ExpertResults {
+  std::vector<Tensor> products;  // of gate and up
+  ExpertAmaxes amaxes;
+};
+
+// Returns the rows (M, D) of all experts, and what backward reads.
+Tensor forward_rows(const Experts& experts, const ExpertTensors& t, ExpertResults& found);
 
 // Returns the gradients from what forward_rows found.
 //   g: of the rows (M, D), or (T, D) of their sums
 ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
-                              const std::vector<Tensor>& products, const Tensor& g,
+                              const ExpertResults& found, const Tensor& g,
                               const ExpertNeeds& needs);
 
 // Gate and up, as the ops of SwiGLU take them.

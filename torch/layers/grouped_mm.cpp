@@ -90,7 +90,8 @@ Directions weight_operands_of(const GroupedCall& call, const Tensor& b, at::Scal
                               const Needed& row, const Needed& col, bool casts_later,
                               PendingAmaxes& pending) {
   const PreparedRecipe& recipe = call.recipe;
-  const ModuleState state = state_of(call, Tensor(), &pending);
+  ModuleState state = state_of(call, Tensor(), &pending);
+  if (call.amax.defined()) state.amax = call.amax;
   const bool has_codes = !call.weight_operands.empty();
   const bool reads_weight = !has_codes || (row.is_needed && recipe.specs[kFpropW].is_bf16()) ||
                             (col.is_needed && recipe.specs[kDgradW].is_bf16());
@@ -98,14 +99,16 @@ Directions weight_operands_of(const GroupedCall& call, const Tensor& b, at::Scal
   const Tensor w = transposed_matrices(reads_weight ? to_dtype(b, dtype) : b);
   if (casts_later) {
     Directions out = quantize_expert_weights(kGroupedMm, recipe, w, row, {kDgradW, false}, state);
-    out.second.amax = amax_of_both(recipe, out.first);
+    out.second.amax = amax_of_both(recipe, kFpropW, kDgradW, out.first.amax);
     return out;
   }
-  if (!has_codes) return quantize_expert_weights(kGroupedMm, recipe, w, row, col, state);
   const Directions out =
-      prequantized_both(recipe, kGroupedMm, "weight_operands", call.weight_operands, w,
-                        w.sym_size(1), row, col, w.sym_size(0));
-  record_amaxes(recipe, row, col, state, out, call.sharding.has_value());
+      has_codes ? prequantized_both(recipe, kGroupedMm, "weight_operands", call.weight_operands, w,
+                                    w.sym_size(1), row, col, w.sym_size(0))
+                : quantize_expert_weights(kGroupedMm, recipe, w, row, col, state);
+  if (has_codes) record_amaxes(recipe, row, col, state, out, call.sharding.has_value());
+  // Also of codes: a checkpoint's second forward may read some where the first cast W.
+  if (call.keeps_amax) *call.keeps_amax = amax_of_both(recipe, kFpropW, kDgradW, out.first.amax);
   return out;
 }
 

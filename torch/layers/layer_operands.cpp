@@ -197,9 +197,14 @@ std::vector<Tensor> operands_of_swiglu(const SwiGluArguments& of, const Prepared
 }
 
 std::vector<Tensor> operands_of_rows(const PreparedRecipe& recipe, const Tensor& x, bool rowwise,
-                                     bool columnwise, const Groups& groups) {
-  return layer_operands_kernel(x, recipe.text, "x", rowwise, columnwise, std::nullopt, "", 0, 1, 0,
-                               std::nullopt, groups.table, groups.rows_from);
+                                     bool columnwise, const Groups& groups, const Tensor& amax) {
+  constexpr const char* kOp = "layer_operands";
+  bridge::check_value_dtype(kOp, "x", x);
+  check_groups(kOp, groups, x);
+  ModuleState state;
+  state.groups = {groups.table, wgrad_unit(recipe), groups.rows_from};
+  if (amax.defined()) state.amax = amax;
+  return operands_of_computed(kOp, recipe, as_matrix(kOp, "x", x), rowwise, columnwise, state);
 }
 
 }  // namespace torch_ops

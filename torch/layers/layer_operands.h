@@ -10,8 +10,10 @@
 namespace minifloat::torch_ops {
 
 // Returns the operands of x (M, K) in groups, or of its rows that groups.rows_from names.
+//   amax: of the columnwise operand's groups; undefined: the cast finds it
 std::vector<Tensor> operands_of_rows(const PreparedRecipe& recipe, const Tensor& x, bool rowwise,
-                                     bool columnwise, const Groups& groups);
+                                     bool columnwise, const Groups& groups,
+                                     const Tensor& amax = {});
 
 // Returns the operands of what state.cast quantizes. Nothing is returned of a direction under bf16,
 // which reads the values themselves.

@@ -259,18 +259,19 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
   return out;
 }
 
-Tensor amax_of_both(const PreparedRecipe& recipe, const QuantizedOperand& rowwise) {
-  const Spec &row = recipe.specs[kFpropW], &col = recipe.specs[kDgradW];
-  const bool is_shared = row.has_tensor_amax() && col.has_tensor_amax() && !row.delayed &&
-                         !col.delayed && row.transform == 0 && col.transform == 0;
-  return is_shared ? rowwise.amax.clone() : Tensor();
+Tensor amax_of_both(const PreparedRecipe& recipe, Place row, Place col, const Tensor& amax) {
+  const auto is_of_values = [&](Place place) {
+    const Spec& spec = recipe.specs[place];
+    return spec.has_tensor_amax() && !spec.delayed && spec.transform == 0;
+  };
+  return amax.defined() && is_of_values(row) && is_of_values(col) ? amax.clone() : Tensor();
 }
 
 Directions quantize_rowwise_first(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,
                                   const Needed& col, const ModuleState& state) {
   if (!state.sharding) {
     Directions out = quantize_both(recipe, w, row, {col.place, false}, state);
-    out.second.amax = amax_of_both(recipe, out.first);
+    out.second.amax = amax_of_both(recipe, kFpropW, kDgradW, out.first.amax);
     return out;
   }
   auto [row_text, col_text, options] = plan_cast(recipe, w, row, col, state);

@@ -104,10 +104,10 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
                          const Needed& col, const ModuleState& state);
 
-// Returns the amax that both directions of a weight have under one scale of the tensor, or of each
-// expert: a copy, because the operand's shares the memory of its codes. Undefined: each direction
-// has an amax of its own, or one of a history.
-Tensor amax_of_both(const PreparedRecipe& recipe, const QuantizedOperand& rowwise);
+// Returns the amax that both directions of an operand have under one scale of the tensor, of each
+// expert's matrix or of each group: a copy of the rowwise one, which shares the codes' memory.
+// Undefined: each direction has an amax of its own, or one of a history.
+Tensor amax_of_both(const PreparedRecipe& recipe, Place row, Place col, const Tensor& amax);
 
 // Quantizes a weight rowwise, in a forward pass after which backward quantizes it columnwise by
 // quantize_columnwise_later. The columnwise operand has the amax that this later cast takes, and
