@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -134,7 +135,8 @@ def kernels_of(step: Callable[[], object]) -> list[Kernel]:
     with profile(activities=[ProfilerActivity.CUDA]) as trace:
         step()
         torch.cuda.synchronize()
-    events = trace.key_averages()  # triton names a kernel by the ops around it
+    # triton names a kernel by the ops around it; calls of the runtime are events of the CPU
+    events = [e for e in trace.key_averages() if e.device_type == DeviceType.CUDA]
     return [Kernel(e.key, e.self_device_time_total / 1e3, e.count) for e in events]
 
 

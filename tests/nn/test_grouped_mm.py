@@ -207,6 +207,17 @@ def test_backward_from_values_refuses():
             ops.scaled_grouped_mm_backward(*inputs, g_operands=g_operands)
 
 
+@pytest.mark.parametrize("name", ["a_operands", "weight_operands"])
+def test_a_refused_backward_writes_no_history(name):
+    case = Case("fp8_delayed")
+    before = case.history.clone()
+    inputs = case.g, case.x, case.w.transpose(-2, -1), case.offs, "fp8_delayed", [True, True, False]
+    operands = {name: [torch.zeros(1)] * 7}
+    with pytest.raises(ValueError, match=f"expected {name} as the eight tensors"):
+        ops.scaled_grouped_mm_backward(*inputs, amax_history=case.history, **operands)
+    assert torch.equal(case.history, before)
+
+
 @pytest.mark.parametrize("text", ["nvfp4", "mxfp8", "nvfp4/16x16+4over6", "fp8_rowwise"])
 def test_both_layouts_give_the_same_bytes(text):
     weights = f"fprop=nvfp4*{text} dgrad=nvfp4*{text} wgrad=bf16*bf16"

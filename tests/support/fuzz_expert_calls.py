@@ -123,6 +123,10 @@ def _mlp(rng: Random, arena: Arena) -> Call:
     args["first_expert"] = rng.randrange(3)
     args["amax_history"] = [arena.place(torch.zeros(6, count, 3)) for _ in range(n)]
     args |= {"streams": [3] * n, "recompute": [rng.choice(("", "weight"))] * n}
+    recipe, args["weight_operands"] = args["recipes"][0], None
+    if recipe in ("mxfp8", "fp8_rowwise", "fp8_tensorwise") and rng.random() < 0.5:
+        codes = [ops.layer_operands(b.detach().mT, recipe, "w") for b in args["matrices"]]
+        args["weight_operands"] = [arena.place(t) for of_one in codes for t in of_one]
     one = op_call("grouped_mlp", **args)
     return Call(with_backward(one.run), args, one.writes)
 

@@ -125,7 +125,8 @@ GroupedCall product_call(const ExpertProduct& product, at::ScalarType dtype, con
           .sharding = product.sharding};
 }
 
-Tensor forward_rows(const Experts& experts, const ExpertTensors& t, ExpertResults& found) {
+Tensor forward_rows(const Experts& experts, const ExpertTensors& t, bool keeps_amaxes,
+                    ExpertResults& found) {
   const Tensor table = t.order.table();
   const at::ScalarType dtype = t.x.scalar_type();
   const Rows rows = t.codes.empty()
@@ -136,16 +137,17 @@ Tensor forward_rows(const Experts& experts, const ExpertTensors& t, ExpertResult
   const auto multiply = [&](const Rows& a, std::size_t i, at::TensorList bias, bool zeroes_tail) {
     GroupedCall call =
         product_call(experts.products[i], dtype, t.order, bias, a.operands, zeroes_tail);
-    call.keeps_amax = &found.amaxes.matrices[i];
+    if (keeps_amaxes) call.keeps_amax = &found.amaxes.matrices[i];
     return multiply_groups(a.values, t.matrices[i], t.order.offs, call);
   };
-  if (t.codes.empty()) found.amaxes.rows = amax_of_rows(*experts.products[0].recipe, rows);
+  if (keeps_amaxes && t.codes.empty())
+    found.amaxes.rows = amax_of_rows(*experts.products[0].recipe, rows);
   for (std::size_t i = 0; i < experts.inputs(); ++i)
     found.products.push_back(
         multiply(rows, i, bias_of(experts, t.biases, i), /*zeroes_tail=*/false));
   const GateAndUp gates(found.products, t.weights, t.order, table);
   const Rows h = quantize_hidden(experts, t.order, gates, /*rowwise=*/true, false);
-  found.amaxes.hidden = amax_of_rows(*experts.products.back().recipe, h);
+  if (keeps_amaxes) found.amaxes.hidden = amax_of_rows(*experts.products.back().recipe, h);
   return multiply(h, experts.inputs(), {}, /*zeroes_tail=*/true);
 }
 
@@ -174,6 +176,7 @@ ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
         std::move(of_rows.values), shape_of_hidden, t.matrices[inputs], t.order.offs, call,
         {before.any(), needs.matrices[inputs], false}, of_rows.rows_from, [&](Tensor da) {
           dh = std::move(da);
+          for (Tensor& codes : of_rows.operands) codes.reset();  // dgrad has read them
           return needs.matrices[inputs]
                      ? quantize_hidden(experts, t.order, gates, false, true, found.amaxes.hidden)
                      : Rows();

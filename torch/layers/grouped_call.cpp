@@ -1,6 +1,12 @@
+// The ops of products of experts. scaled_grouped_mm_backward computes the backward pass of
+// scaled_grouped_mm from A and W themselves. Of a weight that ranks cut along N or K (sharding.h),
+// scaled_grouped_mm_sharded computes a rank's part: columns of y and a term of the sum dA, or a
+// term of the sum y and columns of dA. The ops are composite: the dispatcher sees group_table,
+// quantize and scaled_mm below them (grouped_mm.cpp).
 #include "layers/grouped_call.h"
 
 #include <ATen/ATen.h>
+#include <torch/library.h>
 
 #include <utility>
 
@@ -17,15 +23,15 @@ bool zeroes_tail(const std::string& tail) {
   return tail == "zero";
 }
 
-}  // namespace
-
+// Returns the arguments of the ops scaled_grouped_mm and scaled_grouped_mm_backward, in the order
+// of their schemas; recompute is scaled_grouped_mm's alone. The tensors must outlive the call.
 GroupedCall grouped_call(const std::string& recipe, at::ScalarType out_dtype,
                          const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,
                          const std::optional<Tensor>& row_ids, std::int64_t first_expert,
                          const std::optional<Tensor>& amax_history, const std::string& tail,
                          std::int64_t stream, const std::optional<at::TensorList>& a_operands,
                          const std::optional<at::TensorList>& weight_operands,
-                         const std::string& recompute) {
+                         const std::string& recompute = "") {
   return {.recipe = prepare(recipe),
           .out_dtype = out_dtype,
           .stream = stream,
@@ -39,6 +45,8 @@ GroupedCall grouped_call(const std::string& recipe, at::ScalarType out_dtype,
           .weight_operands = weight_operands.value_or(at::TensorList()),
           .recomputes_weights = recomputes_weights(kGroupedMm, recompute)};
 }
+
+}  // namespace
 
 void check_states(at::TensorList rng, at::TensorList history, const Tensor& like,
                   const SymInt& experts) {
@@ -110,3 +118,67 @@ void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const Grou
 }
 
 }  // namespace minifloat::torch_ops
+
+namespace minifloat {
+namespace {
+
+using namespace torch_ops;
+
+Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& offs,
+                                const std::string& recipe, at::ScalarType out_dtype,
+                                const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,
+                                const std::optional<Tensor>& row_ids, std::int64_t first_expert,
+                                const std::optional<Tensor>& amax_history, const std::string& tail,
+                                std::int64_t stream,
+                                const std::optional<at::TensorList>& a_operands,
+                                const std::optional<at::TensorList>& weight_operands,
+                                const std::string& recompute) {
+  return multiply_groups(
+      a, b, offs,
+      grouped_call(recipe, out_dtype, bias, rng, row_ids, first_expert, amax_history, tail, stream,
+                   a_operands, weight_operands, recompute));
+}
+
+Tensor scaled_grouped_mm_sharded_kernel(
+    const Tensor& a, const Tensor& b, const Tensor& offs, const std::string& recipe,
+    const std::string& group, std::int64_t rank, std::int64_t ranks, std::int64_t weight_dim,
+    std::int64_t weight_parts, at::ScalarType out_dtype, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& rng, const std::optional<Tensor>& row_ids,
+    const std::optional<Tensor>& amax_history, std::int64_t stream,
+    const std::optional<at::TensorList>& weight_operands, const std::string& recompute) {
+  GroupedCall call =
+      grouped_call(recipe, out_dtype, bias, rng, row_ids, /*first_expert=*/0, amax_history, "zero",
+                   stream, std::nullopt, weight_operands, recompute);
+  call.sharding = Sharding{.group = group,
+                           .rank = rank,
+                           .ranks = ranks,
+                           .weight_dim = weight_dim,
+                           .token_dim = {},
+                           .parts = weight_parts};
+  return multiply_groups(a, b, offs, call);
+}
+
+std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
+    const Tensor& grad, const Tensor& a, const Tensor& b, const Tensor& offs,
+    const std::string& recipe, std::array<bool, 3> needed, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& rng, const std::optional<Tensor>& row_ids,
+    std::int64_t first_expert, const std::optional<Tensor>& amax_history, const std::string& tail,
+    std::int64_t stream, const std::optional<at::TensorList>& a_operands,
+    const std::optional<at::TensorList>& weight_operands, const std::optional<Tensor>& rows_from,
+    const std::optional<at::TensorList>& g_operands) {
+  GroupedCall call = grouped_call(recipe, a.scalar_type(), bias, rng, row_ids, first_expert,
+                                  amax_history, tail, stream, a_operands, weight_operands);
+  if (g_operands) call.g_operands = *g_operands;
+  GroupedGradients d = group_gradients(grad, a, b, offs, call, needed, rows_from);
+  return {std::move(d.a), std::move(d.b), std::move(d.bias)};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
+  m.impl("scaled_grouped_mm", scaled_grouped_mm_kernel);
+  m.impl("scaled_grouped_mm_sharded", scaled_grouped_mm_sharded_kernel);
+  m.impl("scaled_grouped_mm_backward", scaled_grouped_mm_backward_kernel);
+}
+
+}  // namespace minifloat

@@ -33,16 +33,6 @@ struct GroupedCall {
   Tensor amax = {};
 };
 
-// Returns the arguments of the ops scaled_grouped_mm and scaled_grouped_mm_backward, in the order
-// of their schemas; recompute is scaled_grouped_mm's alone. The tensors must outlive the call.
-GroupedCall grouped_call(const std::string& recipe, at::ScalarType out_dtype,
-                         const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,
-                         const std::optional<Tensor>& row_ids, std::int64_t first_expert,
-                         const std::optional<Tensor>& amax_history, const std::string& tail,
-                         std::int64_t stream, const std::optional<at::TensorList>& a_operands,
-                         const std::optional<at::TensorList>& weight_operands,
-                         const std::string& recompute = "");
-
 // Requires a product's random state and amax history of this many experts, on the device of `like`.
 void check_states(at::TensorList rng, at::TensorList history, const Tensor& like,
                   const SymInt& experts);

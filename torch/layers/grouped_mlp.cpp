@@ -6,8 +6,9 @@
 //     y[token] = base + Σ over slots of h · w2ᵀ         in fp32, in the slots' order
 //
 // It is differentiable as a whole. Saved: x, once for all slots (or the codes that arrived of its
-// rows), gate and up, the routing weights, the order and the matrices. Backward (expert_passes.cpp)
-// reads the rows of x again, computes h again, and quantizes both columnwise.
+// rows), gate and up, the routing weights, the order, the matrices, and the amaxes that both
+// directions of an operand share. Backward (expert_passes.cpp) reads the rows of x again, computes
+// h again, and quantizes both columnwise.
 //
 // A trace, and ranks that cut the matrices along I, record the differentiable ops instead, whose
 // products save operands. Each rank then computes a term of y; x, the weights and their gradients
@@ -49,8 +50,8 @@ ExpertTensors with_rounded_biases(ExpertTensors t) {
 }
 
 Tensor forward_pass(const Experts& experts, const ExpertTensors& t, const MaybeTensor& base,
-                    ExpertResults& found) {
-  const Tensor rows = forward_rows(experts, with_rounded_biases(t), found);
+                    bool keeps_amaxes, ExpertResults& found) {
+  const Tensor rows = forward_rows(experts, with_rounded_biases(t), keeps_amaxes, found);
   return experts.sums ? add_slots(rows, t.order.places, base) : rows;
 }
 
@@ -61,7 +62,7 @@ struct GroupedMlpFunction : torch::autograd::Function<GroupedMlpFunction> {
                         const Experts& experts, const ExpertTensors& t, const ExpertNeeds& needs) {
     const at::AutoDispatchBelowADInplaceOrView below;
     ExpertResults found;
-    Tensor y = forward_pass(experts, t, base, found);
+    Tensor y = forward_pass(experts, t, base, /*keeps_amaxes=*/true, found);
     variable_list saved = {
         x, weights, t.order.pairs, t.order.places, t.order.offs, t.order.row_ids};
     for (const at::TensorList list :
@@ -371,7 +372,7 @@ Tensor grouped_mlp_kernel(const Tensor& x, const Tensor& weights, at::TensorList
   if (!needs.any()) {
     const at::AutoDispatchBelowADInplaceOrView below;
     ExpertResults found;
-    return forward_pass(experts, t, base, found);
+    return forward_pass(experts, t, base, /*keeps_amaxes=*/false, found);
   }
   return GroupedMlpFunction::apply(x, weights, matrices, at::TensorList(t.biases), base, experts, t,
                                    needs);

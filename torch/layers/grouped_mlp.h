@@ -82,8 +82,10 @@ struct ExpertResults {
   ExpertAmaxes amaxes;
 };
 
-// Returns the rows (M, D) of all experts, and what backward reads.
-Tensor forward_rows(const Experts& experts, const ExpertTensors& t, ExpertResults& found);
+// Returns the rows (M, D) of all experts, and what backward reads.   keeps_amaxes: whether backward
+// follows
+Tensor forward_rows(const Experts& experts, const ExpertTensors& t, bool keeps_amaxes,
+                    ExpertResults& found);
 
 // Returns the gradients from what forward_rows found.
 //   g: of the rows (M, D), or (T, D) of their sums

@@ -8,15 +8,11 @@
 //     backward   g  -> rowwise for dgrad, columnwise for wgrad     one read
 //                dA = g · W,     dW = gᵀ · A                       for each group
 //
-// scaled_grouped_mm_backward computes the backward pass from A and W themselves, by
-// group_gradients, which the experts' feed-forward (grouped_mlp.cpp) calls without the op. Of a
-// weight that ranks cut along N or K (sharding.h), scaled_grouped_mm_sharded computes a rank's
-// part: columns of y and a term of the sum dA, or a term of the sum y and columns of dA. The ops
-// are composite: the dispatcher sees group_table, quantize and scaled_mm below them.
+// group_gradients computes the backward pass from A and W themselves, as the experts' feed-forward
+// does (grouped_mlp.cpp).
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include "layers/double_backward.h"
 #include "layers/expert_weights.h"
@@ -55,7 +51,6 @@ struct GroupedState {
   variable_list history, rng;
   std::optional<Tensor> grad_rows_from = {};
   std::optional<Sharding> sharding = {};
-  variable_list g_operands = {};
 };
 
 // Returns the state of an operand whose rows lie in groups, or of the matrices: table undefined.
@@ -107,8 +102,12 @@ Directions weight_operands_of(const GroupedCall& call, const Tensor& b, at::Scal
                                     w.sym_size(1), row, col, w.sym_size(0))
                 : quantize_expert_weights(kGroupedMm, recipe, w, row, col, state);
   if (has_codes) record_amaxes(recipe, row, col, state, out, call.sharding.has_value());
+  if (!call.keeps_amax) return out;
   // Also of codes: a checkpoint's second forward may read some where the first cast W.
-  if (call.keeps_amax) *call.keeps_amax = amax_of_both(recipe, kFpropW, kDgradW, out.first.amax);
+  const Tensor& amax = out.first.amax;
+  if (has_codes && amax.defined())
+    bridge::check_memory_if_real(kGroupedMm, "weight_operands", amax);
+  *call.keeps_amax = amax_of_both(recipe, kFpropW, kDgradW, amax);
   return out;
 }
 
@@ -129,11 +128,14 @@ ProductInput saved_weight_of(const GroupedCall& call, const PlannedProduct& dgra
   return product_input(recipe, out.second, col);
 }
 
+// Returns an operand's amax where its codes have one; undefined: they have none.
+Tensor amax_of_codes(const Spec& spec, const QuantizedOperand& operand) {
+  return spec.has_tensor_amax() || spec.has_row_amax() ? operand.amax : Tensor();
+}
 // Returns an operand as backward reads it after it was saved: without its values.
 ProductInput as_saved(const PreparedRecipe& recipe, Place place, const QuantizedOperand& operand) {
   const Spec& spec = recipe.specs[place];
-  const bool has_amax = spec.has_tensor_amax() || spec.has_row_amax();
-  return cast_input(spec, operand.codes, operand.scale, has_amax ? operand.amax : Tensor());
+  return cast_input(spec, operand.codes, operand.scale, amax_of_codes(spec, operand));
 }
 
 // Casts A and W, or takes their operands from the caller, and returns y. saved: what backward
@@ -166,11 +168,9 @@ Tensor operands_and_product(const Tensor& a, const Tensor& b, const Tensor& offs
       weight_operands_of(call, b, a.scalar_type(), w_row, w_col, casts_later, pending);
 
   const auto save = [&](const QuantizedOperand& operand, Place place) {
-    const Spec& spec = recipe.specs[place];
-    const bool has_amax = spec.has_tensor_amax() || spec.has_row_amax();
     if (saved)
       saved->insert(saved->end(),
-                    {operand.codes, operand.scale, has_amax ? operand.amax : Tensor()});
+                    {operand.codes, operand.scale, amax_of_codes(recipe.specs[place], operand)});
   };
   save(of_a.second, kWgradX);
   save(casts_later ? QuantizedOperand{b, Tensor(), w.second.amax, Tensor()} : w.second, kDgradW);
@@ -202,15 +202,14 @@ GroupedState backward_state(const Tensor& a, const Tensor& b, at::TensorList bia
           .needs = needs,
           .history = call.history.vec(),
           .rng = call.rng.vec(),
-          .sharding = call.sharding,
-          .g_operands = call.g_operands.vec()};
+          .sharding = call.sharding};
 }
 
 // The gradient of a product as dgrad and wgrad read it, and what they return. The codes of a
 // direction are freed with the product that reads them.
-class CastGradient {
+class GradientOfGroups {
  public:
-  CastGradient(const GroupedState& s, const GroupedCall& call, const Tensor& table, Tensor grad)
+  GradientOfGroups(const GroupedState& s, const GroupedCall& call, const Tensor& table, Tensor grad)
       : s_(s),
         table_(table),
         dgrad_(plan_product(s.recipe.recipe.dgrad, s.recipe.dgrad, grad.device(), true)),
@@ -305,9 +304,8 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
                            .history = s.history,
                            .a_operands = {},
                            .weight_operands = {},
-                           .sharding = s.sharding,
-                           .g_operands = s.g_operands};
-    CastGradient g(s, call, table, grad);
+                           .sharding = s.sharding};
+    GradientOfGroups g(s, call, table, grad);
     if (s.needs.da)
       out[0] = g.of_a(saved_weight_of(call, g.dgrad(), saved[3], saved[4], saved[5], s.a_dtype));
     if (s.needs.db)
@@ -359,85 +357,33 @@ GroupedGradients group_gradients(Tensor grad, const Tensor& a, const Tensor& b, 
   state.grad_rows_from = rows_from;
   const Tensor table = group_table(kGroupedMm, offs, a.sym_size(0));
   PendingAmaxes pending;
-  CastGradient g(state, call, table, std::move(grad));
-  GroupedGradients out;
+  // The gradient's cast may write a history, so what the caller gave is checked before.
+  Directions w;
   if (needs.da)
-    out.a = g.of_a(as_saved(call.recipe, kDgradW,
-                            weight_operands_of(call, b, a.scalar_type(), {kFpropW, false},
-                                               {kDgradW, true}, false, pending)
-                                .second));
-  Rows rows = take ? take(std::move(out.a)) : Rows{a, call.a_operands.vec()};
-  if (needs.db) {
+    w = weight_operands_of(call, b, a.scalar_type(), {kFpropW, false}, {kDgradW, true}, false,
+                           pending);
+  const auto cast_of_a = [&](const Rows& rows) {
     const Tensor matrix = rows.operands.empty() ? as_matrix(kGroupedMm, "A", rows.values) : a;
-    out.b = g.of_b(as_saved(call.recipe, kWgradX,
-                            input_operands_of(call, rows.operands, matrix, table, {kFpropX, false},
-                                              {kWgradX, true}, pending)
-                                .second));
+    return as_saved(call.recipe, kWgradX,
+                    input_operands_of(call, rows.operands, matrix, table, {kFpropX, false},
+                                      {kWgradX, true}, pending)
+                        .second);
+  };
+  std::optional<ProductInput> of_a;
+  if (needs.db && !take) of_a = cast_of_a({a, call.a_operands.vec()});
+  GradientOfGroups g(state, call, table, std::move(grad));
+  GroupedGradients out;
+  if (needs.da) out.a = g.of_a(as_saved(call.recipe, kDgradW, std::exchange(w.second, {})));
+  if (take) {
+    const Rows rows = take(std::move(out.a));
+    if (needs.db) of_a = cast_of_a(rows);
   }
+  if (needs.db) out.b = g.of_b(*of_a);
   out.bias = g.of_bias();
   record(pending);
   return out;
 }
 
 }  // namespace torch_ops
-
-namespace {
-
-Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& offs,
-                                const std::string& recipe, at::ScalarType out_dtype,
-                                const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,
-                                const std::optional<Tensor>& row_ids, std::int64_t first_expert,
-                                const std::optional<Tensor>& amax_history, const std::string& tail,
-                                std::int64_t stream,
-                                const std::optional<at::TensorList>& a_operands,
-                                const std::optional<at::TensorList>& weight_operands,
-                                const std::string& recompute) {
-  return multiply_groups(
-      a, b, offs,
-      grouped_call(recipe, out_dtype, bias, rng, row_ids, first_expert, amax_history, tail, stream,
-                   a_operands, weight_operands, recompute));
-}
-
-Tensor scaled_grouped_mm_sharded_kernel(
-    const Tensor& a, const Tensor& b, const Tensor& offs, const std::string& recipe,
-    const std::string& group, std::int64_t rank, std::int64_t ranks, std::int64_t weight_dim,
-    std::int64_t weight_parts, at::ScalarType out_dtype, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& rng, const std::optional<Tensor>& row_ids,
-    const std::optional<Tensor>& amax_history, std::int64_t stream,
-    const std::optional<at::TensorList>& weight_operands, const std::string& recompute) {
-  GroupedCall call =
-      grouped_call(recipe, out_dtype, bias, rng, row_ids, /*first_expert=*/0, amax_history, "zero",
-                   stream, std::nullopt, weight_operands, recompute);
-  call.sharding = Sharding{.group = group,
-                           .rank = rank,
-                           .ranks = ranks,
-                           .weight_dim = weight_dim,
-                           .token_dim = {},
-                           .parts = weight_parts};
-  return multiply_groups(a, b, offs, call);
-}
-
-std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
-    const Tensor& grad, const Tensor& a, const Tensor& b, const Tensor& offs,
-    const std::string& recipe, std::array<bool, 3> needed, const std::optional<Tensor>& bias,
-    const std::optional<Tensor>& rng, const std::optional<Tensor>& row_ids,
-    std::int64_t first_expert, const std::optional<Tensor>& amax_history, const std::string& tail,
-    std::int64_t stream, const std::optional<at::TensorList>& a_operands,
-    const std::optional<at::TensorList>& weight_operands, const std::optional<Tensor>& rows_from,
-    const std::optional<at::TensorList>& g_operands) {
-  GroupedCall call = grouped_call(recipe, a.scalar_type(), bias, rng, row_ids, first_expert,
-                                  amax_history, tail, stream, a_operands, weight_operands);
-  if (g_operands) call.g_operands = *g_operands;
-  GroupedGradients d = group_gradients(grad, a, b, offs, call, needed, rows_from);
-  return {std::move(d.a), std::move(d.b), std::move(d.bias)};
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
-  m.impl("scaled_grouped_mm", scaled_grouped_mm_kernel);
-  m.impl("scaled_grouped_mm_sharded", scaled_grouped_mm_sharded_kernel);
-  m.impl("scaled_grouped_mm_backward", scaled_grouped_mm_backward_kernel);
-}
 
 }  // namespace minifloat

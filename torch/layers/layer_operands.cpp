@@ -159,9 +159,9 @@ std::vector<std::string> operand_names() {
 
 namespace torch_ops {
 
-std::vector<Tensor> operands_of_computed(const char* op, const PreparedRecipe& recipe,
-                                         const Tensor& like, bool rowwise, bool columnwise,
-                                         const ModuleState& state) {
+std::vector<Tensor> operands_of_values(const char* op, const PreparedRecipe& recipe,
+                                       const Tensor& like, bool rowwise, bool columnwise,
+                                       const ModuleState& state) {
   const std::optional<Tensor>& groups = state.groups.table;
   const PlannedProduct fprop =
       plan_product(recipe.recipe.fprop, recipe.fprop, like.device(), groups.has_value());
@@ -193,7 +193,7 @@ std::vector<Tensor> operands_of_swiglu(const SwiGluArguments& of, const Prepared
   state.cast = [&](const std::string& r, const std::string& c, const QuantizeOptions& options) {
     return quantize_swiglu(of, r, c, options);
   };
-  return operands_of_computed(of.op, recipe, of.like_h(), rowwise, columnwise, state);
+  return operands_of_values(of.op, recipe, of.like_h(), rowwise, columnwise, state);
 }
 
 std::vector<Tensor> operands_of_rows(const PreparedRecipe& recipe, const Tensor& x, bool rowwise,
@@ -204,7 +204,7 @@ std::vector<Tensor> operands_of_rows(const PreparedRecipe& recipe, const Tensor&
   ModuleState state;
   state.groups = {groups.table, wgrad_unit(recipe), groups.rows_from};
   if (amax.defined()) state.amax = amax;
-  return operands_of_computed(kOp, recipe, as_matrix(kOp, "x", x), rowwise, columnwise, state);
+  return operands_of_values(kOp, recipe, as_matrix(kOp, "x", x), rowwise, columnwise, state);
 }
 
 }  // namespace torch_ops

@@ -15,12 +15,12 @@ std::vector<Tensor> operands_of_rows(const PreparedRecipe& recipe, const Tensor&
                                      bool columnwise, const Groups& groups,
                                      const Tensor& amax = {});
 
-// Returns the operands of what state.cast quantizes. Nothing is returned of a direction under bf16,
-// which reads the values themselves.
-//   op: for errors; like: a matrix of the shape, dtype and device of the values
-std::vector<Tensor> operands_of_computed(const char* op, const PreparedRecipe& recipe,
-                                         const Tensor& like, bool rowwise, bool columnwise,
-                                         const ModuleState& state);
+// Returns the operands of the matrix `like`, or of what state.cast quantizes where there is one,
+// whose shape, dtype and device `like` has. Nothing is returned of a direction under bf16, which
+// reads the values themselves.   op: for errors
+std::vector<Tensor> operands_of_values(const char* op, const PreparedRecipe& recipe,
+                                       const Tensor& like, bool rowwise, bool columnwise,
+                                       const ModuleState& state);
 
 // Returns those of swiglu's result. state: of the product that reads it; its groups are of's
 std::vector<Tensor> operands_of_swiglu(const SwiGluArguments& of, const PreparedRecipe& recipe,

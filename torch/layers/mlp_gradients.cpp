@@ -238,10 +238,7 @@ bool saves_h(const PreparedRecipe& prepared) {
 }
 
 bool has_amax_of_h(const PreparedRecipe& prepared) {
-  const auto is_of_values = [](const Spec& spec) {
-    return spec.has_tensor_amax() && !spec.delayed && spec.transform == 0;
-  };
-  return is_of_values(prepared.specs[kFpropX]) && is_of_values(prepared.specs[kWgradX]);
+  return has_amax_of_values(prepared.specs[kFpropX]) && has_amax_of_values(prepared.specs[kWgradX]);
 }
 
 std::vector<Tensor> mlp_gradients(const MlpState& state, const std::vector<Tensor>& saved,

@@ -260,11 +260,9 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
 }
 
 Tensor amax_of_both(const PreparedRecipe& recipe, Place row, Place col, const Tensor& amax) {
-  const auto is_of_values = [&](Place place) {
-    const Spec& spec = recipe.specs[place];
-    return spec.has_tensor_amax() && !spec.delayed && spec.transform == 0;
-  };
-  return amax.defined() && is_of_values(row) && is_of_values(col) ? amax.clone() : Tensor();
+  const bool is_shared =
+      has_amax_of_values(recipe.specs[row]) && has_amax_of_values(recipe.specs[col]);
+  return is_shared && amax.defined() ? amax.clone() : Tensor();
 }
 
 Directions quantize_rowwise_first(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,

@@ -104,6 +104,11 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
                          const Needed& col, const ModuleState& state);
 
+// Returns whether a scale's amax is one of values as they are, of this call.
+inline bool has_amax_of_values(const Spec& spec) {
+  return spec.has_tensor_amax() && !spec.delayed && spec.transform == 0;
+}
+
 // Returns the amax that both directions of an operand have under one scale of the tensor, of each
 // expert's matrix or of each group: a copy of the rowwise one, which shares the codes' memory.
 // Undefined: each direction has an amax of its own, or one of a history.

@@ -20,8 +20,8 @@ constexpr unsigned kOfThreadByRows = 4, kOfThreadByTiles = 2;  // transforms, on
 static_assert(kLanes * kBlocksOfLane == kEdenBlocks);
 
 // ---- Two blocks ---------------------------------------------------------------------------------
-// The random bits of the transforms that a thread casts: lane i of 4 draws those of transform
-// i % kTransforms, for all 4.
+// The random bits of the transforms that a thread casts: lane i of 4 draws those of transform i,
+// modulo their number, for all 4.
 struct Draws {
   RandomBits drawn;
   // Returns the word of the lane's two scales. Takes part in an exchange of all lanes.

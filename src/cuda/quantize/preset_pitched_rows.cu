@@ -1,4 +1,4 @@
-// The preset casts by rows that may lie apart, in x or in the codes, of bf16 or fp32: those of
+// The preset casts by long rows that may lie apart, in x or in the codes, of bf16 or fp32: those of
 // messages, which are rows (minifloat/messages.h). The vec16s of a block of threads are of one row.
 //
 //     bytes an element: 2 or 4 of x, 1 or 1/2 of codes, and a block's scale
@@ -66,7 +66,9 @@ void launch(const QuantizeArgs& args, const Execution& execution) {
 }  // namespace
 
 bool launch_preset_pitched_rows(const QuantizeArgs& args, const Execution& execution) {
-  if (args.groups || args.batch > 1 || args.x.cols % kVec != 0) return false;
+  const std::int64_t of_block = args.is_bf16 ? kOfBlock<Bf16> : kOfBlock<float>;
+  const bool is_long = args.x.cols / kVec >= of_block / 2;  // else most threads have none
+  if (args.groups || args.batch > 1 || args.x.cols % kVec != 0 || !is_long) return false;
   return launch_preset<kPitchedRowsWalk>(args, true, false, [&]<class C, class>() {
     args.is_bf16 ? launch<C, Bf16>(args, execution) : launch<C, float>(args, execution);
   });

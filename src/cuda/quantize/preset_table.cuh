@@ -87,8 +87,8 @@ using Table = List<
     Pair<TensorE5m2, Absent, kOfMemoryRows>,
     Pair<Block, Absent, kEveryRow | kPitchedRowsWalk>,
     Pair<Mxfp8, Absent, kEveryRow | kPitchedRowsWalk>,
-    Pair<BlockRandom, Absent, kPitchedRowsWalk>,  // of messages
-    Pair<Mxfp8Random, Absent, kPitchedRowsWalk>,
+    Pair<BlockRandom, Absent, kRowsWalk | kPitchedRowsWalk>,  // of messages
+    Pair<Mxfp8Random, Absent, kRowsWalk | kPitchedRowsWalk>,
     Pair<Mxfp4::Straight, Absent, kEveryRow | kPitchedRowsWalk>,
     Pair<Mxfp4::Random, Absent, kOfMemoryRows | kSwiGluRowsWalk | kPitchedRowsWalk>,
     Pair<Nvfp4::Straight, Absent, kOfMemoryRows>,
