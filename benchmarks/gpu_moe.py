@@ -90,8 +90,7 @@ def step_of(module: nn.Module, x: Tensor, g: Tensor) -> Callable[[], None]:
                 parameter.flatten()[:1].add_(0)  # a new version: weights are cast anew
         module(x).backward(g)
         x.grad = None
-        for parameter in module.parameters():
-            parameter.grad = None
+        module.zero_grad()
 
     return step
 

@@ -113,9 +113,7 @@ struct Spec {
     return ceil_div<Int>(padded_cols(cols), Int(block_cols));
   }
   // Returns the bytes of a scale.
-  std::int64_t scale_bytes() const {
-    return rule == ScaleRule::kMx || rule == ScaleRule::kNvfp4 ? 1 : 4;
-  }
+  std::int64_t scale_bytes() const { return scale_type() == ScaleType::kFloat32 ? 4 : 1; }
 };
 
 }  // namespace minifloat

@@ -75,14 +75,13 @@ inline Operand operand_of(const TensorRef& x, const Operand& operand, const Grou
   const std::int64_t amax = first_amax(spec, group, rows, columnwise);
   std::int64_t scale = amax;
   if (spec.has_blocks()) scale = row * spec.scale_cols(x.cols) + col / spec.block_cols;
-  const std::int64_t scale_bytes = spec.scale_type() == ScaleType::kFloat32 ? 4 : 1;
 
   Operand part = operand;
   if (operand.given_amax) part.given_amax += amax;
   if (operand.amax) part.amax += amax;
   if (operand.history.first) part.history.first += amax * operand.history.stride;
   if (operand.codes) part.codes += row * spec.code_cols(x.cols) + col * spec.code_bits() / 8;
-  part.scale = static_cast<char*>(operand.scale) + scale * scale_bytes;
+  part.scale = static_cast<char*>(operand.scale) + scale * spec.scale_bytes();
   if (operand.decoded) part.decoded += row * padded + col;
   if (operand.random.row_ids)
     part.random.row_ids += row;

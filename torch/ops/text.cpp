@@ -58,7 +58,7 @@ SpecInfo spec_info(const std::string& text) {
   const std::int64_t code_bits = spec.is_bf16() ? 16 : spec.code_bits();
   const std::int64_t codes_a_byte = spec.code_bits() == 4 ? 2 : 1;
   const std::int64_t block = std::int64_t{spec.block_rows} * spec.block_cols;
-  const double scale_bits = spec.scale_type() == ScaleType::kFloat32 ? 32 : 8;
+  const double scale_bits = 8.0 * static_cast<double>(spec.scale_bytes());
   const Ints alignment = {std::max(spec.block_rows, 1),
                           std::max<std::int64_t>({spec.block_cols, spec.transform, codes_a_byte})};
   return {spec.str(),

@@ -23,8 +23,8 @@ bool launch_whole_rows(const QuantizeArgs& args, const Execution& execution);
 bool launch_preset_rows(const QuantizeArgs& args, const Execution& execution);
 bool launch_preset_tiles(const QuantizeArgs& args, bool rowwise, const Execution& execution);
 
-// Casts rowwise, by a preset kernel, one bf16 or fp32 matrix of whole vec16s whose rows may lie
-// apart, in memory or in the operand. Returns false, and launches nothing, where none fits.
+// Casts rowwise, by a preset kernel, one bf16 or fp32 matrix of long rows of whole vec16s, which
+// may lie apart in memory or in the operand. Returns false, and launches nothing, where none fits.
 bool launch_preset_pitched_rows(const QuantizeArgs& args, const Execution& execution);
 
 // Casts one direction of bf16 matrices by MS-EDEN: whole transforms rowwise, whole tiles
