@@ -17,14 +17,22 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from importlib.metadata import version
-from importlib.util import find_spec
 from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
 import minifloat as mf
 import torch
 import torch.nn.functional as F
+from _peers import (
+    TORCHAO,
+    TRANSFORMER_ENGINE,
+    UnderAutocast,
+    convert_by_torchao,
+    installed,
+    transformer_engine_recipes,
+)
 from torch import Tensor, nn
 
 LAYERS, BATCH, TOKENS = 4, 2, 8192
@@ -123,25 +131,12 @@ def ours(recipe: str, options: dict[str, Any]) -> Callable[[nn.Module], nn.Modul
     return convert
 
 
-def torchao(recipe: str) -> Callable[[nn.Module], nn.Module]:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+def transformer_engine_layers(sizes: Sizes) -> nn.Module:
+    """Builds Transformer Engine's own layers of the same sizes."""
+    import transformer_engine.pytorch as te
 
-    def convert(net: nn.Module) -> nn.Module:
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        return convert_to_float8_training(net, config=config)
-
-    return convert
-
-
-class TransformerEngineBlocks(nn.Module):
-    """Transformer Engine's own layers of the same sizes, under one of its recipes."""
-
-    def __init__(self, sizes: Sizes, recipe: Any) -> None:
-        import transformer_engine.pytorch as te
-
-        super().__init__()
-        self.te, self.recipe = te, recipe
-        self.layers = nn.ModuleList(
+    return nn.Sequential(
+        *(
             te.TransformerLayer(
                 DIM,
                 FFN,
@@ -158,25 +153,7 @@ class TransformerEngineBlocks(nn.Module):
             )
             for _ in range(sizes.layers)
         )
-
-    def forward(self, x: Tensor) -> Tensor:
-        with self.te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
-            for layer in self.layers:
-                x = layer(x)
-        return x
-
-
-def transformer_engine(sizes: Sizes) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    from transformer_engine.common import recipe as te_recipes
-
-    recipes = {
-        "te bf16": None,
-        "te delayed": te_recipes.DelayedScaling(),
-        "te current": te_recipes.Float8CurrentScaling(),
-        "te blocks": te_recipes.Float8BlockScaling(),
-    }
-    for name, recipe in recipes.items():
-        yield name, lambda recipe=recipe: TransformerEngineBlocks(sizes, recipe).cuda()
+    ).cuda()
 
 
 def profiled(step: Callable[[], object]) -> dict[str, float]:
@@ -233,11 +210,15 @@ def models(
     yield BF16, lambda: blocks(sizes, device)
     for recipe in recipes:
         yield recipe, converted(ours(recipe, options))
-    if "torchao" in peers:
+    if TORCHAO in peers:
         for recipe in ("tensorwise", "rowwise"):
-            yield f"torchao {recipe}", converted(torchao(recipe))
-    if "transformer_engine" in peers:
-        yield from transformer_engine(sizes)
+            yield f"torchao {recipe}", converted(partial(convert_by_torchao, recipe=recipe))
+    if TRANSFORMER_ENGINE in peers:
+        for name, recipe in [("te bf16", None), *transformer_engine_recipes()]:
+            yield (
+                name,
+                lambda recipe=recipe: UnderAutocast(transformer_engine_layers(sizes), recipe),
+            )
     yield f"{BF16} again", lambda: blocks(sizes, device)
 
 
@@ -264,7 +245,7 @@ def judge(rows: list[Row]) -> bool:
 def main() -> int:
     parser = timing.arguments(__doc__, "gpu_blocks.json")
     parser.add_argument("--recipes", default=",".join(BARS), help="%(default)s")
-    parser.add_argument("--peers", default="torchao,transformer_engine", help="%(default)s")
+    parser.add_argument("--peers", default=f"{TORCHAO},{TRANSFORMER_ENGINE}", help="%(default)s")
     parser.add_argument("--fuse", action="store_true", help="mf.quantize_(…, fuse=True)")
     parser.add_argument("--memory", default="speed", help="mf.quantize_(…, memory=…): %(default)s")
     parser.add_argument("--profile", action="store_true", help="also the time of kinds of kernels")
@@ -272,10 +253,7 @@ def main() -> int:
     device = timing.require_device(arguments.device)
     sizes = Sizes(*QUICK) if arguments.quick else Sizes(LAYERS, BATCH, TOKENS)
     recipes = [r for r in arguments.recipes.split(",") if r]
-    peers = [p for p in arguments.peers.split(",") if p]
-    for peer in [p for p in peers if not find_spec(p)]:
-        print(f"{peer}: left out, not installed")
-        peers.remove(peer)
+    peers = installed(*(p for p in arguments.peers.split(",") if p))
     rows = []
     options = {"fuse": arguments.fuse, "memory": arguments.memory}
     for name, build in models(sizes, device, recipes, peers, options):

@@ -23,7 +23,6 @@ A recipe `NAME wire=SPEC` sends gradients by mf.quantize_gradients_(model, SPEC)
 from __future__ import annotations
 
 import gc
-import importlib.util
 import os
 import statistics
 import sys
@@ -41,6 +40,7 @@ import minifloat as mf
 import torch
 import torch.distributed as dist
 from _parity_wire import WIRE
+from _peers import convert_by_torchao, installed
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -94,7 +94,7 @@ def build(entry: str, setting: Setting) -> nn.Sequential:
     with setting.device:
         model = nn.Sequential(*(Block(*sizes_of(setting.width)) for _ in range(BLOCKS)))
     if recipe == TORCHAO:
-        convert_by_torchao(model)
+        convert_by_torchao(model, "tensorwise", has_fp8, enable_fsdp_float8_all_gather=True)
     elif recipe != "bf16":
         mf.quantize_(model, recipe, filter_fqns=IN_BF16, verbose=False, **setting.options)
     if setting.compiled:
@@ -114,14 +114,9 @@ def shard(model: nn.Sequential) -> nn.Sequential:
     return fully_shard(model, mp_policy=policy)
 
 
-def convert_by_torchao(model: nn.Module) -> None:
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def is_quantized(module: nn.Module, name: str) -> bool:
-        return isinstance(module, nn.Linear) and name.split(".")[-1] not in IN_BF16
-
-    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
-    convert_to_float8_training(model, config=config, module_filter_fn=is_quantized)
+def has_fp8(module: nn.Module, name: str) -> bool:
+    """Tells torchao which layers to convert."""
+    return isinstance(module, nn.Linear) and name.split(".")[-1] not in IN_BF16
 
 
 def after_step(recipe: str) -> Callable[[nn.Module], None] | None:
@@ -211,7 +206,7 @@ def print_row(row: Row) -> None:
 def main() -> int:
     parser = timing.arguments(__doc__, "gpu_fsdp.json")
     parser.add_argument("--seq", default="2048,8192", help="sequence lengths")
-    peers = [TORCHAO] if importlib.util.find_spec("torchao") else []
+    peers = [TORCHAO] if installed("torchao") else []
     parser.add_argument("--recipes", default=",".join(RECIPES + peers), help="bf16 first")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--memory", default="speed", help="of mf.quantize_: speed or weights")

@@ -11,8 +11,8 @@ so that clocks and temperature affect all equally.
     peak        memory of one forward and backward beyond parameters, x and g
 
 Each step quantizes the weight. A second table has the host's time for a layer of 128 x 128, also
-with cached weight codes, as in micro-batches. torchao's float8 layers, compiled as torchao
-recommends, are shown where it can be imported.
+with cached weight codes, as in micro-batches. Both tables have torchao's FP8 layers, compiled, and
+Transformer Engine's, where they can be imported.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import _gpu_timing as timing  # first: it makes minifloat importable
 import minifloat as mf
 import torch
 from _linear_floor import floor_ms
+from _peers import linear_layers
 from torch import Tensor, nn
 
 SHAPES = [(4096, 4096), (4096, 14336), (8192, 8192), (14336, 4096)]  # K, N; the last has no bar
@@ -96,21 +97,6 @@ def quantized_layer(
     return layer
 
 
-def torchao_layers(k: int, n: int, device: torch.device) -> dict[str, nn.Module]:
-    try:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-    except ImportError as error:
-        print(f"torchao: not compared ({error})")
-        return {}
-    layers = {}
-    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-        model_bf16 = nn.Sequential(nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16))
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        model = convert_to_float8_training(model_bf16, config=config)
-        layers[f"torchao {recipe}, compiled"] = torch.compile(model)
-    return layers
-
-
 def build(
     shape: tuple[int, int, int],
     recipes: list[str],
@@ -132,7 +118,7 @@ def build(
             model = torch.compile(quantized_layer(recipe, k, n, device))
             layers.append(Layer(f"{recipe}, compiled", recipe, model, x, g))
     if peers:
-        for name, model in torchao_layers(k, n, device).items():
+        for name, model in linear_layers(k, n, device).items():
             layers.append(Layer(name, "", model, x, g))
     return layers
 
@@ -157,8 +143,7 @@ def peak_mib(layer: Layer, device: torch.device) -> float:
     return timing.peak_bytes(layer.step) / 2**20
 
 
-def measure(shape: tuple[int, int, int], args: Any, device: torch.device) -> list[Row]:
-    peers = device.type == "cuda" and not args.quick
+def measure(shape: tuple[int, int, int], args: Any, device: torch.device, peers: bool) -> list[Row]:
     layers = build(shape, args.recipes, device, compiled=args.compile, peers=peers)
     working = []
     for layer in layers:  # delayed scaling has its first scales after two steps
@@ -243,8 +228,10 @@ def host_us(calls: dict[str, Callable[[], object]], device: torch.device) -> dic
     return {name: statistics.median(us) for name, us in times.items()}
 
 
-def host_table(recipes: list[str], device: torch.device) -> tuple[list[dict[str, Any]], bool]:
-    layers = build((128, 128, 128), recipes, device)
+def host_table(
+    recipes: list[str], device: torch.device, peers: bool
+) -> tuple[list[dict[str, Any]], bool]:
+    layers = build((128, 128, 128), recipes, device, peers=peers)
     x, g = layers[0].x, layers[0].g
     for recipe in recipes:
         model = quantized_layer(recipe, 128, 128, device, caches_codes=True)
@@ -284,11 +271,12 @@ def main() -> int:
     print(f"{timing.device_name(device)}, torch {torch.__version__}")
     rows: list[Row] = []
     met = True
+    peers = device.type == "cuda" and not args.quick
     for k, n in args.shapes or (SHAPES[:1] if args.quick else SHAPES):
-        here = measure((args.tokens, k, n), args, device)
+        here = measure((args.tokens, k, n), args, device, peers)
         met = print_rows(here) and met
         rows += here
-    host, host_met = host_table(args.recipes, device)
+    host, host_met = host_table(args.recipes, device, peers)
     met = met and host_met
     timing.write_json(args.out, device, rows=[asdict(r) for r in rows], host=host)
     print(f"{args.out}; every bar {'met' if met else 'NOT met'}")

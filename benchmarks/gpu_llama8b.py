@@ -58,7 +58,8 @@ from typing import Any
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
 from _parity_records import BF16, Record, read_record, write_record
-from gpu_parity import TORCHAO, LossLlama, convert_by_torchao
+from _peers import convert_by_torchao
+from gpu_parity import TORCHAO, LossLlama
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import step as finish_step
 from minifloat.train.config import TrainConfig, parse_model
@@ -131,7 +132,7 @@ class Run:
         if self.is_converted:
             quantize_(self.model, name, verbose=False, **OPTIONS)
         elif name != BF16:
-            convert_by_torchao(self.model, name.removeprefix(TORCHAO))
+            convert_by_torchao(self.model, name.removeprefix(TORCHAO), self.model.is_quantized)
         compile_layers(self.model)
         timing.compile_each_shape()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)

@@ -40,6 +40,7 @@ import torch
 from _parity_records import BF16, RESULTS, draw_images, print_tables, records_in, write_record
 from _parity_tokens import VOCABULARY, load_tokens
 from _parity_wire import RANKS, WIRE, Wire
+from _peers import convert_by_torchao
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import step as finish_step
 from minifloat.train.config import (
@@ -54,7 +55,7 @@ from minifloat.train.job.processes import clip_gradients
 from minifloat.train.job.run import BETAS, compile_layers
 from minifloat.train.model.llama import Llama, cross_entropy, init_weights
 from minifloat.train.model.measure import PeakMemory, product_dtype
-from torch import Tensor
+from torch import Tensor, nn
 
 FINAL_LR = 0.05  # of the peak, at the last step
 AVERAGE_EVERY = 10  # steps, in the last tenth
@@ -163,20 +164,15 @@ class LossLlama(Llama):
     def uncompiled_head_loss(self, x_BSD: Tensor, targets_BS: Tensor) -> Tensor:
         return cross_entropy(self.output(self.norm(x_BSD)), targets_BS)
 
+    def is_quantized(self, module: nn.Module, _: str) -> bool:
+        """Tells torchao which layers to convert: those of mf.quantize_, all but the head."""
+        return module is not self.output
+
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = layer(x, self.rotary)
         return self.head_loss(x, targets)
-
-
-def convert_by_torchao(model: LossLlama, recipe: str) -> None:
-    """Converts the layers that mf.quantize_ converts: all but the head."""
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    config = Float8LinearConfig.from_recipe_name(recipe)
-    head = model.output
-    convert_to_float8_training(model, config=config, module_filter_fn=lambda m, _: m is not head)
 
 
 @dataclass(frozen=True)
@@ -226,7 +222,7 @@ class Run:
         if spec.converts:
             quantize_(self.model, spec.recipe, keep=spec.keep, seed=spec.seed, verbose=False)
         elif spec.name.startswith(TORCHAO):
-            convert_by_torchao(self.model, spec.name.removeprefix(TORCHAO))
+            convert_by_torchao(self.model, spec.name.removeprefix(TORCHAO), self.model.is_quantized)
         self.wire = Wire(self.model, list(self.model.layers), wire, spec.seed) if wire else None
         compile_layers(self.model)
         matrices = [p for p in self.parameters if p.dim() >= 2]

@@ -145,7 +145,7 @@ def test_a_small_run_leaves_its_record(parity, small, monkeypatch, entry):
     """Two steps on a CPU, where torchao's conversion is tried without its GEMMs."""
     converted = []
     monkeypatch.setattr(
-        parity, "convert_by_torchao", lambda _, recipe: converted.append(recipe), raising=True
+        parity, "convert_by_torchao", lambda _, recipe, __: converted.append(recipe), raising=True
     )
     (record,) = small(2, entry).values()
     assert (record["name"], record["recipe"], record["seed"]) == (entry, entry, 9)

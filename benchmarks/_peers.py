@@ -1,0 +1,81 @@
+"""Layers of torchao and Transformer Engine, which the benchmarks time beside ours in one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+TORCHAO, TRANSFORMER_ENGINE = "torchao", "transformer_engine"
+
+
+def installed(*peers: str) -> list[str]:
+    """Returns the peers that can be imported, and prints the others."""
+    found = [peer for peer in peers if find_spec(peer)]
+    for peer in peers:
+        if peer not in found:
+            print(f"{peer}: left out, not installed")
+    return found
+
+
+def convert_by_torchao(
+    model: nn.Module,
+    recipe: str,
+    is_converted: Callable[[nn.Module, str], bool] = lambda module, name: True,
+    **options: Any,
+) -> nn.Module:
+    """Converts the linear layers of a model to torchao's FP8.
+
+    Its recipes: tensorwise, rowwise, rowwise_with_gw_hp. options: fields of its Float8LinearConfig
+    that replace the recipe's.
+    """
+    from dataclasses import replace
+
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), **options)
+    return convert_to_float8_training(model, config=config, module_filter_fn=is_converted)
+
+
+class UnderAutocast(nn.Module):
+    """A module of Transformer Engine, under one of its recipes or, without one, in bf16."""
+
+    def __init__(self, module: nn.Module, recipe: Any) -> None:
+        super().__init__()
+        self.module, self.recipe = module, recipe
+
+    def forward(self, x: Tensor) -> Tensor:
+        import transformer_engine.pytorch as te
+
+        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+            return self.module(x)
+
+
+def transformer_engine_recipes() -> Iterator[tuple[str, Any]]:
+    """Yields names and recipes of FP8 training on Hopper."""
+    from transformer_engine.common import recipe
+
+    yield "te delayed", recipe.DelayedScaling()
+    yield "te current", recipe.Float8CurrentScaling()
+    yield "te blocks", recipe.Float8BlockScaling()
+
+
+def linear_layers(k: int, n: int, device: torch.device) -> dict[str, nn.Module]:
+    """Returns a linear layer of each recipe of the peers: torchao's compiled, as it recommends."""
+    layers: dict[str, nn.Module] = {}
+    peers = installed(TORCHAO, TRANSFORMER_ENGINE)
+    if TORCHAO in peers:
+        for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+            linear = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
+            model = convert_by_torchao(nn.Sequential(linear), recipe)
+            layers[f"torchao {recipe}, compiled"] = torch.compile(model)
+    if TRANSFORMER_ENGINE in peers:
+        import transformer_engine.pytorch as te
+
+        for name, recipe in transformer_engine_recipes():
+            linear = te.Linear(k, n, bias=False, params_dtype=torch.bfloat16, device=device)
+            layers[name] = UnderAutocast(linear, recipe)
+    return layers
