@@ -21,6 +21,9 @@ Record = dict[str, Any]
 RESULTS = timing.ROOT / "docs" / "parity"
 BF16 = "bf16"
 NVFP4 = "nvfp4 (keep nvfp4_paper)"  # whose variants have a table and an image of their own
+MAPS = "nvfp4_by_"  # begins the names of the runs that keep some layers in bf16
+BY_POSITION = f"{MAPS}position"  # beside which the inspector's map is judged
+PRESETS = ("nvfp4_pow2", "nvfp4_mxfp8")  # other recipes whose names begin like nvfp4's
 LAST = 100  # steps whose mean is the training loss of a run
 SMOOTHED = 150  # steps whose mean is a point of a curve
 
@@ -62,7 +65,7 @@ def losses_of(records: list[Record], key: str) -> dict[str, dict[int, float]]:
 
 def is_variant(name: str) -> bool:
     """Tells whether a run is nvfp4 or a variant of it."""
-    return name.startswith("nvfp4") and name != "nvfp4_pow2"
+    return name.startswith("nvfp4") and name not in PRESETS
 
 
 def gaps_of(losses: dict[str, dict[int, float]], base_name: str = BF16) -> dict[str, list[float]]:
@@ -185,6 +188,8 @@ def print_tables(records: list[Record]) -> None:
         print(f"{key}; bf16 over seeds: {noise(losses.get(BF16, {}))}\n{table(losses)}\n")
         variants = {name: runs for name, runs in losses.items() if is_variant(name)}
         print(f"{key}; variants of nvfp4\n{table(variants, NVFP4)}\n")
+        maps = {name: runs for name, runs in losses.items() if name.startswith(MAPS)}
+        print(f"{key}; layers kept in bf16\n{table(maps, BY_POSITION)}\n")
     print(f"{speed_table(records)}\n")
     base = {record["seed"]: record for record in records if record["name"] == BF16}
     print("| run | GPU | tokens/s | peak GiB | seconds | sampling error of the gap |")
