@@ -7,6 +7,8 @@ import types
 import minifloat as mf
 import pytest
 import torch
+from minifloat._native import ops
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.experts import relative_error
@@ -287,3 +289,24 @@ def test_divided_experts_take_no_token_ids():
     indices = torch.zeros(20, K, dtype=torch.int64)
     with pytest.raises(ValueError, match="moe: expected no token_ids of experts that ranks divide"):
         experts(tokens(), indices, torch.zeros(20, K), torch.arange(20))
+
+
+class Tables(TorchDispatchMode):
+    """A count of the tables of groups that are built."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is ops.group_table.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("fused_w13", [False, True])
+def test_the_products_of_a_pass_share_its_table_of_groups(fused_w13):
+    x = tokens().requires_grad_()
+    moe = layer(recipe="fp8_tensorwise", fused_w13=fused_w13)
+    with Tables() as forward:
+        y = moe(x)
+    with Tables() as backward:
+        y.sum().backward()
+    assert (forward.count, backward.count) == (1, 1)

@@ -137,6 +137,7 @@ Tensor forward_rows(const Experts& experts, const ExpertTensors& t, bool keeps_a
   const auto multiply = [&](const Rows& a, std::size_t i, at::TensorList bias, bool zeroes_tail) {
     GroupedCall call =
         product_call(experts.products[i], dtype, t.order, bias, a.operands, zeroes_tail);
+    call.table = table;
     if (keeps_amaxes) call.keeps_amax = &found.amaxes.matrices[i];
     return multiply_groups(a.values, t.matrices[i], t.order.offs, call);
   };
@@ -169,6 +170,7 @@ ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
     RowGradient of_rows = gradient_of_rows(experts, t.order, table, g);
     GroupedCall call = product_call(experts.products[inputs], dtype, t.order, {}, {},
                                     /*zeroes_tail=*/false);
+    call.table = table;
     call.g_operands = of_rows.operands;
     call.amax = found.amaxes.matrices[inputs];
     const Tensor shape_of_hidden = shape_alone(t.x, t.order.rows(), t.matrices[inputs].sym_size(1));
@@ -205,6 +207,7 @@ ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
     };
     GroupedCall call =
         product_call(experts.products[i], dtype, t.order, bias_of(experts, t.biases, i));
+    call.table = table;
     call.amax = found.amaxes.matrices[i];
     GroupedGradients d =
         group_gradients(std::move(of_inputs[i]), shape_of_rows, t.matrices[i], t.order.offs, call,

@@ -27,6 +27,7 @@ struct GroupedCall {
   bool recomputes_weights = false;             // whether backward quantizes B again
   std::optional<Sharding> sharding = {};       // none: this process has the matrices whole
   at::TensorList g_operands = {};              // as a_operands; none: the gradient is cast
+  Tensor table = {};                           // of the groups; undefined: made from offs
   // Of both directions of B: where its cast in forward leaves it, and what backward's cast takes.
   // Null, undefined: it is not kept, and each cast finds its own.
   Tensor* keeps_amax = nullptr;

@@ -53,6 +53,11 @@ struct GroupedState {
   std::optional<Sharding> sharding = {};
 };
 
+// Returns the table of A's groups.
+Tensor table_of(const GroupedCall& call, const Tensor& offs, const SymInt& rows) {
+  return call.table.defined() ? call.table : group_table(kGroupedMm, offs, rows);
+}
+
 // Returns the state of an operand whose rows lie in groups, or of the matrices: table undefined.
 ModuleState state_of(const GroupedCall& call, const Tensor& table, PendingAmaxes* pending) {
   ModuleState state;
@@ -152,7 +157,7 @@ Tensor operands_and_product(const Tensor& a, const Tensor& b, const Tensor& offs
   const bool has_values = call.a_operands.size() < 4 || call.a_operands[3].dim() > 1;
   // Of operands that the caller quantized, only sizes and dtype are read.
   const Tensor matrix = call.a_operands.empty() ? as_matrix(kGroupedMm, "A", a) : a;
-  const Tensor table = group_table(kGroupedMm, offs, a.sym_size(0));
+  const Tensor table = table_of(call, offs, a.sym_size(0));
   const SymInt k = a.sym_size(1);
 
   PendingAmaxes pending;
@@ -355,7 +360,7 @@ GroupedGradients group_gradients(Tensor grad, const Tensor& a, const Tensor& b, 
   const GroupedNeeds needs{needed[0], needed[1], needed[2]};
   GroupedState state = backward_state(a, b, call.bias, call, needs);
   state.grad_rows_from = rows_from;
-  const Tensor table = group_table(kGroupedMm, offs, a.sym_size(0));
+  const Tensor table = table_of(call, offs, a.sym_size(0));
   PendingAmaxes pending;
   // The gradient's cast may write a history, so what the caller gave is checked before.
   Directions w;
