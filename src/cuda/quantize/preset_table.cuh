@@ -133,6 +133,10 @@ using Table = List<
     Pair<Nvfp4Pow2::TransformedRandom, Nvfp4Pow2::TransformedRandom, kOfMemoryTiles>,
     Pair<Nvfp4Pow2::Block2d, Nvfp4Pow2::Block2d, kTilesWalk | kFp32TilesWalk | kBlocks2dWalk>,
     Pair<Nvfp4FourOverSix::Block2d, Nvfp4FourOverSix::Block2d, kBlocks2dWalk>,
+    Pair<Mxfp8, Nvfp4::Transformed, kOfMemoryTiles>,
+    Pair<Mxfp8, Nvfp4::Block2d, kTilesWalk>,
+    Pair<Nvfp4::Straight, Mxfp8, kOfMemoryTiles>,
+    Pair<Nvfp4::Block2d, Mxfp8, kTilesWalk>,
     Pair<StraightAsFp8, Nvfp4Pow2::Straight, kTilesWalk>,
     Pair<StraightAsFp8, Nvfp4Pow2::Transformed, kTilesWalk>,
     Pair<RandomAsFp8, TransformedRandomAsFp8, kTilesWalk>>;
