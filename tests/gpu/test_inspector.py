@@ -31,7 +31,7 @@ def test_statistics(device, spec):
     for dtype, columnwise in ((torch.float32, False), (torch.bfloat16, True)):
         rng = torch.zeros(2, dtype=torch.int64)
         a, b = (
-            ops.operand_statistics(t, spec, columnwise, rng=rng.to(t.device)).cpu()
+            ops.operand_statistics([t], spec, columnwise, rng=rng.to(t.device))[0].cpu()
             for t in (x.to(dtype), x.to(dtype).to(device))
         )
         is_sum = torch.zeros(len(a), dtype=torch.bool)

@@ -18,7 +18,8 @@ SPECS = (*SPECS, "nvfp4+4over6", "nvfp4+rht", "mxfp4+rht32", "nvfp4+sr", "mxfp8+
 def statistics(x, spec, columnwise=False, amax=None):
     """Returns the numbers by name, and the histogram by exponent."""
     rng = torch.zeros(2, dtype=torch.int64)
-    found = ops.operand_statistics(x, spec, columnwise, amax=amax, rng=rng).tolist()
+    amaxes = None if amax is None else [amax]
+    (found,) = ops.operand_statistics([x], spec, columnwise, amax=amaxes, rng=rng).tolist()
     histogram = {i - 127: int(n) for i, n in enumerate(found[len(NAMES) :]) if n}
     return dict(zip(NAMES, found)), histogram
 
@@ -155,14 +156,14 @@ def test_operands_are_not_written_to():
     x = matrix("normal")
     before = x.clone()
     statistics(x, "nvfp4")
-    ops.result_error(x, x.clone(), x)
+    ops.result_error([x], [x.clone()], [x])
     assert torch.equal(x, before)
 
 
 def test_errors_of_a_result():
     draw = np.random.default_rng(1)
     result, reference, g = (draw.standard_normal((6, 10)).astype(np.float32) for _ in range(3))
-    tensors = [torch.from_numpy(t) for t in (result, reference, g)]
+    tensors = [[torch.from_numpy(t)] for t in (result, reference, g)]
     d = result.astype(np.float64) - reference
     rows = (d * g).sum(1)
     expected = [
@@ -171,19 +172,44 @@ def test_errors_of_a_result():
         rows.sum(),
         (rows**2).sum(),
     ]
-    assert ops.result_error(*tensors).tolist() == pytest.approx(expected, rel=1e-5)
-    assert ops.result_error(*tensors[:2]).tolist()[2:] == [0, 0]
+    assert ops.result_error(*tensors)[0].tolist() == pytest.approx(expected, rel=1e-5)
+    assert ops.result_error(*tensors[:2])[0].tolist()[2:] == [0, 0]
+
+
+@pytest.mark.parametrize("spec", ["e4m3/tensor", "mxfp4+sr+rht", "nvfp4+eden", "nvfp4/16x16"])
+def test_matrices_of_one_call_have_their_own_numbers(spec):
+    """Also beside one that is not finite; sums of several matrices may have another order."""
+    rng, apart = torch.zeros(2, dtype=torch.int64), []
+    several = [matrix("normal"), matrix("wide"), matrix("normal") * 3, matrix("wide")]
+    several[2][5, 7] = math.inf
+    for columnwise in (False, True):
+        found = ops.operand_statistics(several, spec, columnwise, rng=rng)
+        apart = [ops.operand_statistics([x], spec, columnwise, rng=rng)[0] for x in several]
+        torch.testing.assert_close(found, torch.stack(apart), rtol=1e-6, atol=0, equal_nan=True)
+    errors = ops.result_error(several, several[::-1], several)
+    apart = [ops.result_error([x], [y], [x])[0] for x, y in zip(several, several[::-1])]
+    torch.testing.assert_close(errors, torch.stack(apart), rtol=1e-6, atol=0, equal_nan=True)
 
 
 def test_refusals():
     x = torch.ones(4, 32)
+    with pytest.raises(ValueError, match="expected matrices x, got none"):
+        ops.operand_statistics([], "mxfp8", rng=torch.zeros(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="expected x of one shape and dtype"):
+        ops.operand_statistics([x, x.t()], "mxfp8")
+    with pytest.raises(ValueError, match="expected an amax of each of 2 matrices, got 1"):
+        ops.operand_statistics([x, x], "nvfp4", amax=[torch.ones(())])
     with pytest.raises(ValueError, match="bf16 is the identity and has no codes"):
-        ops.operand_statistics(x, "bf16")
+        ops.operand_statistics([x], "bf16")
     with pytest.raises(ValueError, match=r"expected x \(rows, cols\), got 3 dimensions"):
-        ops.operand_statistics(x[None], "mxfp8")
+        ops.operand_statistics([x[None]], "mxfp8")
     with pytest.raises(ValueError, match="needs rng"):
-        ops.operand_statistics(x, "mxfp4+sr")
-    with pytest.raises(ValueError, match="reference as a matrix of the result's shape"):
-        ops.result_error(x, x.t())
-    with pytest.raises(ValueError, match="gradient in float32 or bfloat16"):
-        ops.result_error(x, x, x.double())
+        ops.operand_statistics([x], "mxfp4+sr")
+    with pytest.raises(ValueError, match="expected results, got none"):
+        ops.result_error([], [x])
+    with pytest.raises(ValueError, match="expected 2 references, one for each result, got 1"):
+        ops.result_error([x, x], [x])
+    with pytest.raises(ValueError, match="references as matrices of the first result's shape"):
+        ops.result_error([x], [x.t()])
+    with pytest.raises(ValueError, match="gradients in float32 or bfloat16"):
+        ops.result_error([x], [x], [x.double()])

@@ -171,10 +171,10 @@ def sample_calls():
         q = mf.quantize(x, spec)
         yield ops.block_scaled_operand, (q.codes, q.scale, q.amax, spec, 72), {}
     yield ops.hadamard, (x, 32, True), {}
-    yield ops.operand_statistics, (x, "nvfp4"), {"amax": torch.tensor(9.0)}
-    yield ops.operand_statistics, (batch[0], "mxfp4+sr+rht", True), {"rng": RNG, "stream": 3}
-    yield ops.result_error, (x, torch.randn(40, 72)), {}
-    yield ops.result_error, (batch[0], batch[1], batch[0]), {}
+    yield ops.operand_statistics, ([x], "nvfp4"), {"amax": [torch.tensor(9.0)]}
+    yield ops.operand_statistics, ([*batch], "mxfp4+sr+rht", True), {"rng": RNG, "stream": 3}
+    yield ops.result_error, ([x], [torch.randn(40, 72)]), {}
+    yield ops.result_error, ([*batch], [*batch], [*batch]), {}
     scale = torch.randint(0, 255, (40, 9), dtype=torch.uint8)
     offs = torch.tensor([8, 8, 40], dtype=torch.int32)
     yield ops.swizzle_scales, (scale,), {}

@@ -199,9 +199,10 @@ def _statistic_names(rng: Random, arena: Arena) -> Call:
 
 @call("operand_statistics")
 def _operand_statistics(rng: Random, arena: Arena) -> Call:
-    x, spec = matrix(rng, arena), some_spec(rng)
+    x, spec = [matrix(rng, arena)] * rng.choice((1, 1, 3)), some_spec(rng)
     args: dict[str, Any] = {"x": x, "spec": spec, "columnwise": rng.random() < 0.5}
-    args["amax"] = arena.place(torch.ones(())) if "nvfp4" in spec or "tensor" in spec else None
+    if "nvfp4" in spec or "tensor" in spec:
+        args["amax"] = [arena.place(torch.ones(())) for _ in x]
     args["rng"] = arena.place(torch.tensor([1, 2, 3]))
     return op_call("operand_statistics", **args, stream=rng.randrange(100))
 
@@ -209,8 +210,8 @@ def _operand_statistics(rng: Random, arena: Arena) -> Call:
 @call("result_error")
 def _result_error(rng: Random, arena: Arena) -> Call:
     shape = rng.choice((1, 17, 32)), rng.choice((1, 16, 33))
-    names = ("result", "reference", "gradient")
-    args = {n: arena.place(values(rng, shape, rng.choice(FLOATS))) for n in names}
+    names = ("results", "references", "gradients")
+    args = {n: [arena.place(values(rng, shape, rng.choice(FLOATS)))] for n in names}
     return op_call("result_error", **args)
 
 

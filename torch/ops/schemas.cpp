@@ -59,16 +59,18 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor? groups=None, int group_unit=0) -> (Tensor fp8_codes, Tensor row_scale)",
       tags);
 
-  // What a cast did to x (rows, cols), in float64: the numbers that statistic_names names, then a
-  // histogram of the scales, 256 counts by the exponent field of fp32. result_error: the sums of
-  // squares of d = result - reference and of the reference; with the gradient of the loss also the
-  // sum of gradient * d, and the sum of squares of its sums of rows. All are (rows, cols).
+  // What casts did to n matrices x (rows, cols), in float64 (n, numbers): those that
+  // statistic_names names, then a histogram of the scales, 256 counts by the exponent field of
+  // fp32. result_error: of n results (rows, cols) the sums of squares of d = result - reference and
+  // of the reference; with the gradients of the loss also the sum of gradient * d, and the sum of
+  // squares of its sums of rows, (n, 4).
   m.def("statistic_names() -> str[]");
   m.def(
-      "operand_statistics(Tensor x, str spec, bool columnwise=False, *, Tensor? amax=None, "
+      "operand_statistics(Tensor[] x, str spec, bool columnwise=False, *, Tensor[]? amax=None, "
       "Tensor? rng=None, int stream=0) -> Tensor",
       tags);
-  m.def("result_error(Tensor result, Tensor reference, Tensor? gradient=None) -> Tensor", tags);
+  m.def("result_error(Tensor[] results, Tensor[] references, Tensor[]? gradients=None) -> Tensor",
+        tags);
 
   // Transforms.
   m.def(

@@ -1,9 +1,12 @@
-// What the inspector reads of an operand and of a product, as one float64 vector each, so that a
+// What the inspector reads of operands and of products, as one float64 vector each, so that a
 // layer's numbers stay on the device until all are known.
 //
-//     operand_statistics    the cast of x against its values, by the names of statistic_names
-//     result_error          a product under a recipe against the exact one, and what the difference
+//     operand_statistics    casts of matrices against their values, by the names of statistic_names
+//     result_error          products under a recipe against the exact ones, and what the difference
 //                           does to the loss
+//
+// Each takes matrices of one shape, of several layers: a GPU needs longer to launch the reductions
+// of a small matrix than to compute them. A matrix is cast alone, so its numbers are its own.
 //
 // The ops are composed of quantize, dequantize, hadamard and of torch's reductions: no arithmetic
 // of a format or a scale is written here. A value is saturated where the largest code of its block
@@ -11,7 +14,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include <limits>
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -88,9 +91,11 @@ std::int64_t largest_byte(Elements elements) {
   return 0;
 }
 
+// The functions below take matrices (n, rows, cols) or vectors (n, length), and return (n).
+
 Tensor amax_of(const Tensor& t) {
-  if (t.numel() == 0) return at::zeros({}, t.options());
-  const auto [least, most] = at::aminmax(t);
+  if (t.numel() == 0) return at::zeros({t.size(0)}, t.options());
+  const auto [least, most] = at::aminmax(t.flatten(1), 1);
   return at::maximum(least.neg(), most);
 }
 
@@ -98,13 +103,21 @@ Tensor amax_of(const Tensor& t) {
 // small gradients stay within fp32.
 Tensor unit_of(const Tensor& amax) { return at::where(amax > 0, amax, 1); }
 
-// Returns the sum of squares in float64, of values that were divided by `unit`.
+// Divides matrices by their units.
+Tensor in_units(const Tensor& t, const Tensor& unit) { return t.div(unit.view({-1, 1, 1})); }
+
+// Returns the sums of squares in float64, of values that were divided by `unit`.
 Tensor sum_of_squares(const Tensor& divided, const Tensor& unit) {
-  return divided.square().sum().to(at::kDouble).mul(unit.to(at::kDouble).square());
+  return divided.square().sum({1, 2}).to(at::kDouble).mul(unit.to(at::kDouble).square());
 }
 
-Tensor double_of(const Tensor& x, double value) {
-  return at::full({}, value, x.options().dtype(at::kDouble));
+// Counts the channels whose squares are more than kOutlier² times the lower median's.
+Tensor outliers_of(const Tensor& channels) {
+  const std::int64_t count = channels.size(1);
+  if (count == 0) return at::zeros({channels.size(0)}, channels.options());
+  const Tensor sorted = std::get<0>(channels.sort(1));
+  const Tensor median = sorted.slice(1, (count - 1) / 2, (count - 1) / 2 + 1);
+  return channels.gt(median * (kOutlier * kOutlier)).sum(1);
 }
 
 // Returns the scales as float32.
@@ -114,117 +127,170 @@ Tensor scale_values(const Tensor& scale, const Spec& spec) {
   return scale.view(is_e8m0 ? at::kFloat8_e8m0fnu : at::kFloat8_e4m3fn).to(at::kFloat);
 }
 
-// Counts scales by the exponent field of fp32. Scales that are 0 are in no count. Whole numbers in
-// float64 have one sum in any order.
+// Counts scales (n, length) by the exponent field of fp32: (n, kExponents). Scales of 0 are in no
+// count. Whole numbers in float64 have one sum in any order. Parts of the scales are counted apart,
+// since a GPU adds to one place at a time.
 Tensor histogram_of(const Tensor& scales) {
-  const Tensor found = scales.flatten();
+  constexpr std::int64_t kMostParts = 64;
+  const std::int64_t n = scales.size(0), length = scales.size(1);
+  const std::int64_t parts = length > 0 ? std::min(kMostParts, length & -length) : 1;
+  const Tensor found = scales.reshape({n * parts, length / parts});
   const Tensor field = found.view(at::kInt).bitwise_right_shift(23).bitwise_and(0xFF);
   const Tensor place = field.masked_fill(found.eq(0), kExponents).to(at::kLong);
   const auto options = scales.options().dtype(at::kDouble);
-  return at::zeros({kExponents + 1}, options)
-      .scatter_add_(0, place, at::ones(place.sizes(), options))
-      .slice(0, 0, kExponents);
+  return at::zeros({n * parts, kExponents + 1}, options)
+      .scatter_add_(1, place, at::ones({1, 1}, options).expand_as(place))
+      .view({n, parts, kExponents + 1})
+      .sum(1)
+      .slice(1, 0, kExponents);
 }
 
-Tensor statistics_meta(const Tensor& x, const std::string& text, bool,
-                       const std::optional<Tensor>& amax, const std::optional<Tensor>& rng,
+void check_same_shape(const char* op, const char* name, const Tensor& t, const Tensor& first) {
+  TORCH_CHECK_VALUE(t.sizes() == first.sizes() && t.scalar_type() == first.scalar_type(), op,
+                    ": expected ", name, " of one shape and dtype, got ", first.scalar_type(), " ",
+                    first.sizes(), " and ", t.scalar_type(), " ", t.sizes());
+  bridge::check_same_device(op, name, t, first);
+}
+
+constexpr const char* kOperandStatistics = "operand_statistics";
+
+Tensor statistics_meta(at::TensorList x, const std::string& text, bool,
+                       const std::optional<at::TensorList>& amax, const std::optional<Tensor>& rng,
                        std::int64_t) {
-  bridge::check_values("operand_statistics", x);
-  TORCH_CHECK_VALUE(x.dim() == 2, "operand_statistics: expected x (rows, cols), got ", x.dim(),
-                    " dimensions");
-  TORCH_CHECK_VALUE(!bridge::parse_spec(text).is_bf16(),
-                    "operand_statistics: bf16 is the identity and has no codes; expected a "
-                    "quantizing spec");
-  if (amax) bridge::check_same_device("operand_statistics", "amax", *amax, x);
-  if (rng) bridge::check_rng("operand_statistics", *rng, x);
-  return at::empty({kNumbers + kExponents}, x.options().dtype(at::kDouble));
+  TORCH_CHECK_VALUE(!x.empty(), kOperandStatistics, ": expected matrices x, got none");
+  for (const Tensor& t : x) {
+    bridge::check_values(kOperandStatistics, t);
+    check_same_shape(kOperandStatistics, "x", t, x[0]);
+  }
+  TORCH_CHECK_VALUE(x[0].dim() == 2, kOperandStatistics, ": expected x (rows, cols), got ",
+                    x[0].dim(), " dimensions");
+  TORCH_CHECK_VALUE(!bridge::parse_spec(text).is_bf16(), kOperandStatistics,
+                    ": bf16 is the identity and has no codes; expected a quantizing spec");
+  if (amax) {
+    TORCH_CHECK_VALUE(amax->size() == x.size(), kOperandStatistics,
+                      ": expected an amax of each of ", x.size(), " matrices, got ", amax->size());
+    for (const Tensor& t : *amax) bridge::check_same_device(kOperandStatistics, "amax", t, x[0]);
+  }
+  if (rng) bridge::check_rng(kOperandStatistics, *rng, x[0]);
+  return at::empty({static_cast<std::int64_t>(x.size()), kNumbers + kExponents},
+                   x[0].options().dtype(at::kDouble));
 }
 
-Tensor statistics_kernel(const Tensor& x, const std::string& text, bool columnwise,
-                         const std::optional<Tensor>& amax, const std::optional<Tensor>& rng,
-                         std::int64_t stream) {
+// The values that were cast, those that the codes stand for, and the largest of each block, all
+// (n, rows, cols) as read; the scales (n, length). float32
+struct Casts {
+  Tensor y, values, largest, scales;
+};
+
+Casts cast_each(at::TensorList x, const Spec& spec, bool columnwise,
+                const std::optional<at::TensorList>& amax, const std::optional<Tensor>& rng,
+                std::int64_t stream) {
+  const std::string text = spec.str(), row = columnwise ? "" : text, col = columnwise ? text : "";
+  const std::int64_t cols = x[0].size(columnwise ? 0 : 1);
+  std::vector<Tensor> y, values, largest, scales;
+  for (std::size_t i = 0; i < x.size(); ++i) {
+    const std::optional<Tensor> none, given = amax ? std::optional((*amax)[i]) : none;
+    const torch_ops::QuantizeOptions options = {.amax_row = columnwise ? none : given,
+                                                .amax_col = columnwise ? given : none,
+                                                .rng = rng,
+                                                .stream_row = stream,
+                                                .stream_col = stream};
+    const auto both = torch_ops::quantize(x[i], row, col, options);
+    torch_ops::QuantizedOperand q = columnwise ? both.second : both.first;
+    y.push_back(spec.transform ? transformed(x[i], spec, columnwise, rng, stream)
+                               : (columnwise ? x[i].t() : x[i]));
+    values.push_back(dequantize(q, text, cols));
+    scales.push_back(q.scale.flatten());
+    q.codes = at::full_like(q.codes, largest_byte(spec.elements));
+    largest.push_back(dequantize(q, text, cols));
+  }
+  return {at::stack(y).to(at::kFloat), at::stack(values), at::stack(largest),
+          scale_values(at::stack(scales), spec)};
+}
+
+Tensor statistics_kernel(at::TensorList x, const std::string& text, bool columnwise,
+                         const std::optional<at::TensorList>& amax,
+                         const std::optional<Tensor>& rng, std::int64_t stream) {
   statistics_meta(x, text, columnwise, amax, rng, stream);
   const at::AutoDispatchBelowADInplaceOrView below;
   const Spec& spec = bridge::parse_spec(text);
-  const std::string row = columnwise ? "" : text, col = columnwise ? text : "";
-  const std::optional<Tensor> none;
-  const torch_ops::QuantizeOptions options = {.amax_row = columnwise ? none : amax,
-                                              .amax_col = columnwise ? amax : none,
-                                              .rng = rng,
-                                              .stream_row = stream,
-                                              .stream_col = stream};
-  const auto both = torch_ops::quantize(x, row, col, options);
-  const torch_ops::QuantizedOperand& q = columnwise ? both.second : both.first;
-  const std::int64_t cols = x.size(columnwise ? 0 : 1);
-
-  // The values that were cast, those that the codes stand for, and the largest of each block.
-  const Tensor y = spec.transform ? transformed(x, spec, columnwise, rng, stream)
-                                  : (columnwise ? x.t() : x).to(at::kFloat).contiguous();
-  const Tensor values = dequantize(q, text, cols);
-  torch_ops::QuantizedOperand top = q;
-  top.codes = at::full_like(q.codes, largest_byte(spec.elements));
-  Tensor largest = dequantize(top, text, cols);
-  Tensor saturated = y.abs().gt(largest.mul_(1 + kRoundings));
+  const auto [y, values, largest, scales] = cast_each(x, spec, columnwise, amax, rng, stream);
+  Tensor saturated = y.abs().gt(largest.mul(1 + kRoundings));
   if (spec.rule == ScaleRule::kNvfp4) saturated.logical_and_(largest > 0);  // a scale may be 0
 
+  // Channels are the columns of x as it lies, untransformed.
+  const Tensor plain = spec.transform ? at::stack(x).to(at::kFloat) : y;
   const Tensor amax_of_y = amax_of(y), unit = unit_of(amax_of_y);
-  const Tensor squares = (spec.transform ? x.to(at::kFloat) : y).div(unit).square();
-  const Tensor channels = squares.sum(spec.transform || !columnwise ? 0 : 1);
-  const Tensor outliers = channels.numel() > 0
-                              ? channels.gt(channels.median() * (kOutlier * kOutlier)).sum()
-                              : double_of(x, 0);
-  const Tensor signal = spec.transform ? sum_of_squares(y.div(unit), unit)
-                                       : channels.sum().to(at::kDouble).mul(unit).mul(unit);
-  const Tensor scales = scale_values(q.scale, spec);
-  const Tensor flushed = at::count_nonzero(y).sub(at::count_nonzero(values)).clamp_min(0);
-  const std::vector<Tensor> numbers = {double_of(x, static_cast<double>(y.numel())),
-                                       signal,
-                                       sum_of_squares(y.sub(values).div_(unit), unit),
-                                       at::count_nonzero(saturated),
-                                       flushed,
-                                       at::count_nonzero(x - x),
-                                       amax_of_y,
-                                       double_of(x, static_cast<double>(scales.numel())),
-                                       scales.eq(0).sum(),
-                                       double_of(x, static_cast<double>(channels.numel())),
-                                       outliers};
-  std::vector<Tensor> parts;
-  for (const Tensor& number : numbers) parts.push_back(number.to(at::kDouble).view({1}));
-  parts.push_back(histogram_of(scales));
-  return at::cat(parts);
-}
-
-Tensor error_meta(const Tensor& result, const Tensor& reference,
-                  const std::optional<Tensor>& gradient) {
-  const auto check = [&](const char* name, const Tensor& t) {
-    bridge::check_value_dtype("result_error", name, t);
-    TORCH_CHECK_VALUE(t.dim() == 2 && t.sizes() == result.sizes(), "result_error: expected ", name,
-                      " as a matrix of the result's shape ", result.sizes(), ", got ", t.sizes());
-    bridge::check_same_device("result_error", name, t, result);
+  const Tensor channels = in_units(plain, unit).square().sum(spec.transform || !columnwise ? 1 : 2);
+  const Tensor signal = spec.transform
+                            ? sum_of_squares(in_units(y, unit), unit)
+                            : channels.sum(1).to(at::kDouble).mul(unit.to(at::kDouble).square());
+  const auto count = [](const Tensor& t) { return at::count_nonzero(t, {1, 2}); };
+  const auto each = [&](std::int64_t number) {
+    return at::full({y.size(0)}, static_cast<double>(number), y.options().dtype(at::kDouble));
   };
-  check("result", result);
-  check("reference", reference);
-  if (gradient) check("gradient", *gradient);
-  return at::empty({4}, result.options().dtype(at::kDouble));
+  const std::vector<Tensor> numbers = {each(y.size(1) * y.size(2)),
+                                       signal,
+                                       sum_of_squares(in_units(y.sub(values), unit), unit),
+                                       count(saturated),
+                                       count(y).sub(count(values)).clamp_min(0),
+                                       count(plain - plain),
+                                       amax_of_y,
+                                       each(scales.size(1)),
+                                       scales.eq(0).sum(1),
+                                       each(channels.size(1)),
+                                       outliers_of(channels)};
+  std::vector<Tensor> parts;
+  for (const Tensor& number : numbers) parts.push_back(number.to(at::kDouble).unsqueeze(1));
+  parts.push_back(histogram_of(scales));
+  return at::cat(parts, 1);
 }
 
-Tensor error_kernel(const Tensor& result, const Tensor& reference,
-                    const std::optional<Tensor>& gradient) {
-  error_meta(result, reference, gradient);
-  bridge::check_memory("result_error", "result", result);
-  bridge::check_memory("result_error", "reference", reference);
-  if (gradient) bridge::check_memory("result_error", "gradient", *gradient);
+constexpr const char* kResultError = "result_error";
+
+Tensor error_meta(at::TensorList results, at::TensorList references,
+                  const std::optional<at::TensorList>& gradients) {
+  TORCH_CHECK_VALUE(!results.empty(), kResultError, ": expected results, got none");
+  const Tensor& first = results[0];
+  const auto check = [&](const char* name, at::TensorList list) {
+    TORCH_CHECK_VALUE(list.size() == results.size(), kResultError, ": expected ", results.size(),
+                      " ", name, ", one for each result, got ", list.size());
+    for (const Tensor& t : list) {
+      bridge::check_value_dtype(kResultError, name, t);
+      TORCH_CHECK_VALUE(t.dim() == 2 && t.sizes() == first.sizes(), kResultError, ": expected ",
+                        name, " as matrices of the first result's shape ", first.sizes(), ", got ",
+                        t.sizes());
+      check_same_shape(kResultError, name, t, list[0]);
+      bridge::check_same_device(kResultError, name, t, first);
+    }
+  };
+  check("results", results);
+  check("references", references);
+  if (gradients) check("gradients", *gradients);
+  return at::empty({static_cast<std::int64_t>(results.size()), 4},
+                   first.options().dtype(at::kDouble));
+}
+
+Tensor error_kernel(at::TensorList results, at::TensorList references,
+                    const std::optional<at::TensorList>& gradients) {
+  error_meta(results, references, gradients);
+  for (const Tensor& t : results) bridge::check_memory(kResultError, "results", t);
+  for (const Tensor& t : references) bridge::check_memory(kResultError, "references", t);
+  for (const Tensor& t : gradients.value_or(at::TensorList()))
+    bridge::check_memory(kResultError, "gradients", t);
   const at::AutoDispatchBelowADInplaceOrView below;
-  const Tensor exact = reference.to(at::kFloat), difference = result.to(at::kFloat).sub(exact);
-  Tensor first = double_of(result, 0), second = first;
-  if (gradient) {
-    const Tensor by_row = difference.mul(*gradient).sum(1, false, at::kDouble);
-    first = by_row.sum();
-    second = by_row.square().sum();
+  const Tensor exact = at::stack(references).to(at::kFloat),
+               difference = at::stack(results).to(at::kFloat).sub(exact);
+  Tensor first = at::zeros({exact.size(0)}, exact.options().dtype(at::kDouble)), second = first;
+  if (gradients) {
+    const Tensor by_row = difference.mul(at::stack(*gradients)).sum(2, false, at::kDouble);
+    first = by_row.sum(1);
+    second = by_row.square().sum(1);
   }
   const Tensor unit = unit_of(amax_of(exact));
-  return at::stack({sum_of_squares(difference.div(unit), unit),
-                    sum_of_squares(exact.div(unit), unit), first, second});
+  return at::stack({sum_of_squares(in_units(difference, unit), unit),
+                    sum_of_squares(in_units(exact, unit), unit), first, second},
+                   1);
 }
 
 void register_statistics(torch::Library& m) {

@@ -1,13 +1,15 @@
 """mf.inspect: one forward and backward of a model, and each cast that a recipe does on the way.
 
 All numbers of a layer are two native ops' (torch/ops/statistics.cpp), and stay on the device until
-the last layer. The layers' results are those of mf.linear on the same x, W and g.
+the last layer. Layers of one shape share a call. The layers' results are those of mf.linear on the
+same x, W and g.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,6 +47,9 @@ READS = {
 }
 RESULTS = 3  # y, dx and dW, of four sums each
 SUMS = 4
+# Elements of the matrices that wait for others of their shape. A GPU takes longer to launch a small
+# reduction than to compute it; on a CPU larger temporaries are slower.
+MOST_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
 
 
 def inspect(
@@ -104,10 +109,7 @@ def inspect(
         what = "linear layer" if tried else "recipe"
         raise ValueError(f"inspect: expected a model and recipes to inspect, got no {what}")
     value, calls, gradients = run(model, list(layers), batch, loss or default_loss)
-    numbers: dict[tuple[str, str], list[Tensor]] = {}
-    shapes: dict[str, list[int]] = {
-        layer.name: [0, 0] for each in layers.values() for layer in each
-    }
+    numbers = Numbers()
     why_not = dict.fromkeys(layers, NOT_CALLED)
     with torch.no_grad():
         while calls:  # each is freed when it is done
@@ -116,13 +118,14 @@ def inspect(
             if why is None and g is not None:
                 why_not.pop(call.module, None)
                 for product in products_of(call, layers[call.module], g):
-                    measure(product, numbers, shapes)
+                    numbers.add(product)
             elif call.module in why_not and why is not None:
                 why_not[call.module] = why
+        numbers.finish()
     for module, why in why_not.items():
         skipped += [(layer.name, why) for layer in layers[module]]
-    rows = rows_of([layer for each in layers.values() for layer in each], numbers, shapes)
-    tokens = max((tokens for _, tokens in shapes.values()), default=0)
+    rows = rows_of([layer for each in layers.values() for layer in each], numbers)
+    tokens = max(numbers.tokens.values(), default=0)
     heads = tuple(heads_of(model, lambda name: []))
     return Inspection(tuple(rows), tuple(skipped), heads, value.item(), tokens)
 
@@ -130,34 +133,66 @@ def inspect(
 # ---- the numbers of a layer ----------------------------------------------------------------------
 
 
-def measure(
-    product: Product,
-    numbers: dict[tuple[str, str], list[Tensor]],
-    shapes: dict[str, list[int]],
-) -> None:
-    """Adds the numbers of a product under each recipe of its layer.
+@dataclass(frozen=True)
+class Case:
+    """A product under one recipe, and what it computes: y, dx and dW."""
 
-    Args:
-        product: the matrices.
-        numbers: (layer, recipe) -> a vector a product: the statistics of the six operands, zeros of
-            one in high precision, then four sums for each of y, dx and dW.
-        shapes: layer -> operations and tokens.
+    product: Product
+    history: Tensor | None
+    results: Sequence[Tensor]
+    exact: Sequence[Tensor]
+
+
+class Numbers:
+    """The numbers of all products.
+
+    vectors: (layer, recipe) -> a vector a product: the statistics of the six operands, zeros of
+        one in high precision, then four sums for each of y, dx and dW.
+    operations, tokens: by layer.
     """
-    layer, x, weight, g = product.layer, product.x, product.weight, product.g
-    exact = F.linear(x, weight), g @ weight, g.t() @ x
-    shapes[layer.name][0] += x.shape[0] * weight.numel()
-    shapes[layer.name][1] = max(shapes[layer.name][1], product.tokens)
-    for recipe in layer.recipes:
-        history = history_of(layer, recipe, product)
-        rng = torch.zeros(2, dtype=torch.int64, device=x.device) if recipe.is_stochastic else None
-        found = [
-            statistics(product, name, recipe, None if history is None else history[row, 0], rng)
-            for row, name in enumerate(operand_names())
-        ]
-        results = results_of(product, recipe, history, rng)
-        for number, (result, reference) in enumerate(zip(results, exact)):
-            found.append(ops.result_error(result, reference, g if number == 0 else None))
-        numbers.setdefault((layer.name, recipe.text), []).append(torch.cat(found))
+
+    def __init__(self) -> None:
+        self.vectors: dict[tuple[str, str], list[Tensor]] = {}
+        self.operations: dict[str, int] = {}
+        self.tokens: dict[str, int] = {}
+        # Cases of one recipe, shape and dtype, which wait for others of theirs.
+        self.waiting: dict[tuple[object, ...], tuple[Recipe, list[Case]]] = {}
+
+    def add(self, product: Product) -> None:
+        """Adds a product under each recipe of its layer."""
+        layer, x, weight, g = product.layer, product.x, product.weight, product.g
+        exact = F.linear(x, weight), g @ weight, g.t() @ x
+        name = layer.name
+        self.operations[name] = self.operations.get(name, 0) + x.shape[0] * weight.numel()
+        self.tokens[name] = max(self.tokens.get(name, 0), product.tokens)
+        for recipe in layer.recipes:
+            history = history_of(layer, recipe, product)
+            results = results_of(product, recipe, history, rng_of(recipe, x))
+            key = recipe.text, x.shape, weight.shape, x.dtype
+            _, cases = self.waiting.setdefault(key, (recipe, []))
+            cases.append(Case(product, history, results, exact))
+            elements = len(cases) * max(x.numel(), weight.numel(), g.numel())
+            if elements >= MOST_ELEMENTS[x.device.type]:
+                self.measure(*self.waiting.pop(key))
+
+    def finish(self) -> None:
+        """Measures what still waits."""
+        while self.waiting:
+            self.measure(*self.waiting.popitem()[1])
+
+    def measure(self, recipe: Recipe, cases: Sequence[Case]) -> None:
+        found = [statistics(cases, row, recipe) for row in range(len(operand_names()))]
+        for number in range(RESULTS):
+            results, exact = [c.results[number] for c in cases], [c.exact[number] for c in cases]
+            gradients = [c.product.g for c in cases] if number == 0 else None
+            found.append(ops.result_error(results, exact, gradients))
+        for case, vector in zip(cases, torch.cat(found, 1)):
+            key = case.product.layer.name, recipe.text
+            self.vectors.setdefault(key, []).append(vector)
+
+
+def rng_of(recipe: Recipe, like: Tensor) -> Tensor | None:
+    return torch.zeros(2, dtype=torch.int64, device=like.device) if recipe.is_stochastic else None
 
 
 def spec_of(name: str, recipe: Recipe) -> str:
@@ -166,22 +201,27 @@ def spec_of(name: str, recipe: Recipe) -> str:
     return str(getattr(getattr(recipe, product), side))
 
 
-def statistics(
-    product: Product, name: str, recipe: Recipe, amax: Tensor | None, rng: Tensor | None
-) -> Tensor:
-    """Returns the statistics of an operand; zeros of one in high precision."""
+def statistics(cases: Sequence[Case], row: int, recipe: Recipe) -> Tensor:
+    """Returns the statistics of an operand, a row a case; zeros of one in high precision.
+
+    row: the operand's, in the order of operand_names.
+    """
+    name = operand_names()[row]
     matrix, columnwise, *_ = READS[name]
-    x: Tensor = getattr(product, matrix)
+    x = [getattr(case.product, matrix) for case in cases]
     spec = Spec.parse(spec_of(name, recipe))
     if spec.is_bf16:
-        return torch.zeros(length(), dtype=torch.float64, device=x.device)
-    amax = amax if spec.is_delayed else None
+        return torch.zeros(len(x), length(), dtype=torch.float64, device=x[0].device)
+    amax = None
+    if spec.is_delayed:
+        amax = [case.history[row, 0] for case in cases if case.history is not None]
+    rng = rng_of(recipe, x[0])
     return ops.operand_statistics(x, spec.text, columnwise, amax=amax, rng=rng)
 
 
 def length() -> int:
     """Returns the length of the vector of one operand."""
-    return ops.operand_statistics(torch.empty(0, 0, device="meta"), "mxfp8").numel()
+    return ops.operand_statistics([torch.empty(0, 0, device="meta")], "mxfp8").shape[1]
 
 
 def history_of(layer: Layer, recipe: Recipe, product: Product) -> Tensor | None:
@@ -209,21 +249,18 @@ def results_of(
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-def rows_of(
-    layers: Iterable[Layer],
-    numbers: dict[tuple[str, str], list[Tensor]],
-    shapes: dict[str, list[int]],
-) -> Iterable[LayerRow]:
+def rows_of(layers: Iterable[Layer], numbers: Numbers) -> Iterable[LayerRow]:
     """Yields the rows, after one copy from the device."""
-    if not numbers:
+    if not numbers.vectors:
         return
-    lengths = [len(vectors) for vectors in numbers.values()]
-    flat = torch.stack([v for vectors in numbers.values() for v in vectors]).cpu()
-    by_key = dict(zip(numbers, flat.split(lengths)))
+    lengths = [len(vectors) for vectors in numbers.vectors.values()]
+    flat = torch.stack([v for vectors in numbers.vectors.values() for v in vectors]).cpu()
+    by_key = dict(zip(numbers.vectors, flat.split(lengths)))
     for layer in layers:
+        operations, tokens = (of.get(layer.name, 0) for of in (numbers.operations, numbers.tokens))
         for recipe in layer.recipes:
             if (vectors := by_key.get((layer.name, recipe.text))) is not None:
-                yield row_of(layer, recipe, vectors, *shapes[layer.name])
+                yield row_of(layer, recipe, vectors, operations, tokens)
 
 
 def row_of(layer: Layer, recipe: Recipe, vectors: Tensor, operations: int, tokens: int) -> LayerRow:

@@ -106,12 +106,12 @@ def statistics(x: Tensor, rule: str | Rule, columnwise: bool, seed: int, stream:
     if isinstance(rule, str):
         spec = Spec.parse(rule)
         rng = torch.tensor([seed, 0], device=x.device) if spec.is_stochastic else None
-        return ops.operand_statistics(x, spec.text, columnwise, rng=rng, stream=stream)
+        return ops.operand_statistics([x], spec.text, columnwise, rng=rng, stream=stream)[0]
     names = ops.statistic_names()
-    found = ops.operand_statistics(x, ANY, columnwise)
+    found = ops.operand_statistics([x], ANY, columnwise)[0]
     read = (x.mT if columnwise else x).float().contiguous()
     values = apply_rule(read, rule).float().contiguous()
-    found[names.index("noise")] = ops.result_error(values, read)[0]
+    found[names.index("noise")] = ops.result_error([values], [read])[0, 0]
     found[names.index("flushed")] = ((read != 0) & (values == 0)).sum()
     for unknown in ("saturated", "scales", "zero_scales"):
         found[names.index(unknown)] = math.nan
