@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..checks import require_bool, require_int, require_one_of, require_text
 from ..spec import Spec
+from ..tensor.directions import require_memory
 from ..tensor.quantized import Quantized, dequantize, quantize, require_tensor
 
 # ---- Rounding ------------------------------------------------------------------------------------
@@ -66,7 +67,7 @@ def round_to(x: Tensor, grid: str | Tensor, rounding: str = "nearest") -> Tensor
     x = require_tensor("round_to: x", x).detach()
     if not x.is_floating_point():
         raise ValueError(f"round_to: x: expected a floating dtype, got {x.dtype}")
-    require_memory("round_to", x)
+    require_dense("round_to", x)
     if not isinstance(grid, (str, Tensor)):
         name = type(grid).__name__
         raise TypeError(f"round_to: grid: expected a format's name or a Tensor, got {name}")
@@ -267,20 +268,15 @@ def require_values(function: str, x: object) -> Tensor:
         raise ValueError(f"{function}: expected x of shape {form}, got {x.dim()} dimensions")
     if x.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"{function}: expected x in float32 or bfloat16, got {x.dtype}")
-    require_memory(function, x)
+    require_dense(function, x)
     return x
 
 
-def require_memory(function: str, x: Tensor) -> None:
+def require_dense(function: str, x: Tensor) -> None:
     """Raises ValueError where x is not dense, or has elements outside its storage."""
     if x.layout != torch.strided:
         raise ValueError(f"{function}: expected dense x, got {x.layout}")
-    if x.is_meta or x.numel() == 0 or torch.compiler.is_compiling():
-        return
-    steps = zip(x.shape, x.stride(), strict=True)
-    needed = (x.storage_offset() + sum((n - 1) * step for n, step in steps) + 1) * x.element_size()
-    if needed > (has := x.untyped_storage().nbytes()):
-        raise ValueError(f"{function}: expected x within its storage, got {needed} bytes of {has}")
+    require_memory(f"{function}: x", x)
 
 
 def require_rule(name: str, rule: object) -> str | Rule:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..spec import Spec
 from .quantized import Quantized, require_tensor
@@ -40,13 +40,15 @@ def require_nearest(spec: str, allows_delayed: bool = True) -> Spec:
 
 
 def require_memory(name: str, t: Tensor) -> None:
-    """Raises ValueError where a contiguous tensor's storage is freed or too short.
+    """Raises ValueError where the storage of a dense tensor is freed or too short.
 
     torch's copies do not check this.
     """
-    if t.device.type not in ("cpu", "cuda") or type(t) is not Tensor:
+    is_real = t.device.type in ("cpu", "cuda") and type(t) in (Tensor, nn.Parameter)
+    if not is_real or t.numel() == 0 or torch.compiler.is_compiling():
         return
-    needed = (t.storage_offset() + t.numel()) * t.element_size() if t.numel() > 0 else 0
+    last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
+    needed = (t.storage_offset() + last + 1) * t.element_size()
     present = 0 if t._is_zerotensor() else t.untyped_storage().nbytes()
     if present < needed:
         raise ValueError(
