@@ -23,7 +23,7 @@ BF16 = "bf16"
 NVFP4 = "nvfp4 (keep nvfp4_paper)"  # whose variants have a table and an image of their own
 MAPS = "nvfp4_by_"  # begins the names of the runs that keep some layers in bf16
 BY_POSITION = f"{MAPS}position"  # beside which the inspector's map is judged
-PRESETS = ("nvfp4_pow2", "nvfp4_mxfp8")  # other recipes whose names begin like nvfp4's
+NO_VARIANTS = ("nvfp4_pow2", "nvfp4_mxfp8")  # other recipes whose names begin like nvfp4's
 LAST = 100  # steps whose mean is the training loss of a run
 SMOOTHED = 150  # steps whose mean is a point of a curve
 
@@ -65,7 +65,7 @@ def losses_of(records: list[Record], key: str) -> dict[str, dict[int, float]]:
 
 def is_variant(name: str) -> bool:
     """Tells whether a run is nvfp4 or a variant of it."""
-    return name.startswith("nvfp4") and name not in PRESETS
+    return name.startswith("nvfp4") and name not in NO_VARIANTS
 
 
 def gaps_of(losses: dict[str, dict[int, float]], base_name: str = BF16) -> dict[str, list[float]]:

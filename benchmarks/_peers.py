@@ -13,12 +13,8 @@ TORCHAO, TRANSFORMER_ENGINE = "torchao", "transformer_engine"
 
 
 def installed(*peers: str) -> list[str]:
-    """Returns the peers that can be imported, and prints the others."""
-    found = [peer for peer in peers if find_spec(peer)]
-    for peer in peers:
-        if peer not in found:
-            print(f"{peer}: left out, not installed")
-    return found
+    """Returns the peers that can be imported."""
+    return [peer for peer in peers if find_spec(peer)]
 
 
 def convert_by_torchao(
@@ -44,13 +40,13 @@ class UnderAutocast(nn.Module):
     """A module of Transformer Engine, under one of its recipes or, without one, in bf16."""
 
     def __init__(self, module: nn.Module, recipe: Any) -> None:
-        super().__init__()
-        self.module, self.recipe = module, recipe
-
-    def forward(self, x: Tensor) -> Tensor:
         import transformer_engine.pytorch as te
 
-        with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+        super().__init__()
+        self.module, self.recipe, self.autocast = module, recipe, te.autocast
+
+    def forward(self, x: Tensor) -> Tensor:
+        with self.autocast(enabled=self.recipe is not None, recipe=self.recipe):
             return self.module(x)
 
 

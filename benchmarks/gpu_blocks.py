@@ -253,7 +253,11 @@ def main() -> int:
     device = timing.require_device(arguments.device)
     sizes = Sizes(*QUICK) if arguments.quick else Sizes(LAYERS, BATCH, TOKENS)
     recipes = [r for r in arguments.recipes.split(",") if r]
-    peers = installed(*(p for p in arguments.peers.split(",") if p))
+    asked = [p for p in arguments.peers.split(",") if p]
+    peers = installed(*asked)
+    for peer in asked:
+        if peer not in peers:
+            print(f"{peer}: left out, not installed")
     rows = []
     options = {"fuse": arguments.fuse, "memory": arguments.memory}
     for name, build in models(sizes, device, recipes, peers, options):

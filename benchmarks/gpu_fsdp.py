@@ -40,7 +40,7 @@ import minifloat as mf
 import torch
 import torch.distributed as dist
 from _parity_wire import WIRE
-from _peers import convert_by_torchao, installed
+from _peers import TORCHAO, convert_by_torchao, installed
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -51,7 +51,7 @@ BLOCKS, WIDTH = 8, 4096
 IN_BF16 = ["wk", "wv"]
 RECIPES = ["bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise"]
 RECIPES += ["mxfp4", "nvfp4_pow2", "mxfp8", "nvfp4"]
-TORCHAO = "torchao_tensorwise"  # with its own all-gather in FP8
+TORCHAO_RECIPE = "torchao_tensorwise"  # with its own all-gather in FP8
 BARS = {  # least speed against bf16
     2048: {"fp8_tensorwise": 1.26, "fp8_delayed": 1.26, "fp8_rowwise": 1.20},
     8192: {"fp8_tensorwise": 1.40, "fp8_delayed": 1.40, "fp8_rowwise": 1.35}
@@ -93,7 +93,7 @@ def build(entry: str, setting: Setting) -> nn.Sequential:
     torch.manual_seed(0)
     with setting.device:
         model = nn.Sequential(*(Block(*sizes_of(setting.width)) for _ in range(BLOCKS)))
-    if recipe == TORCHAO:
+    if recipe == TORCHAO_RECIPE:
         convert_by_torchao(model, "tensorwise", has_fp8, enable_fsdp_float8_all_gather=True)
     elif recipe != "bf16":
         mf.quantize_(model, recipe, filter_fqns=IN_BF16, verbose=False, **setting.options)
@@ -121,7 +121,7 @@ def has_fp8(module: nn.Module, name: str) -> bool:
 
 def after_step(recipe: str) -> Callable[[nn.Module], None] | None:
     """Returns what the recipe's library does once a step."""
-    if recipe == TORCHAO:
+    if recipe == TORCHAO_RECIPE:
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         return precompute_float8_dynamic_scale_for_fsdp
@@ -206,7 +206,7 @@ def print_row(row: Row) -> None:
 def main() -> int:
     parser = timing.arguments(__doc__, "gpu_fsdp.json")
     parser.add_argument("--seq", default="2048,8192", help="sequence lengths")
-    peers = [TORCHAO] if installed("torchao") else []
+    peers = [TORCHAO_RECIPE] if installed(TORCHAO) else []
     parser.add_argument("--recipes", default=",".join(RECIPES + peers), help="bf16 first")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--memory", default="speed", help="of mf.quantize_: speed or weights")

@@ -143,8 +143,8 @@ def peak_mib(layer: Layer, device: torch.device) -> float:
     return timing.peak_bytes(layer.step) / 2**20
 
 
-def measure(shape: tuple[int, int, int], args: Any, device: torch.device, peers: bool) -> list[Row]:
-    layers = build(shape, args.recipes, device, compiled=args.compile, peers=peers)
+def those_that_run(layers: list[Layer]) -> list[Layer]:
+    """Returns the layers after some steps, and prints why others fail."""
     working = []
     for layer in layers:  # delayed scaling has its first scales after two steps
         try:
@@ -153,8 +153,14 @@ def measure(shape: tuple[int, int, int], args: Any, device: torch.device, peers:
                 if layer.recipe:
                     mf.step(layer.model)
             working.append(layer)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, AssertionError) as error:
             print(f"{layer.name}: FAILED, {str(error).splitlines()[0]}")
+    return working
+
+
+def measure(shape: tuple[int, int, int], args: Any, device: torch.device, peers: bool) -> list[Row]:
+    layers = build(shape, args.recipes, device, compiled=args.compile, peers=peers)
+    working = those_that_run(layers)
     ms = step_times(working, device, rounds=3 if args.quick else 12)
     size = COPY_BYTES if device.type == "cuda" else 1 << 20
     bytes_per_ms = 2 * size / timing.copy_ms(size, device, 10)
@@ -236,6 +242,7 @@ def host_table(
     for recipe in recipes:
         model = quantized_layer(recipe, 128, 128, device, caches_codes=True)
         layers.append(Layer(f"{recipe}, weight cached", recipe, model, x, g))
+    layers = those_that_run(layers)
     print("\nhost time of a 128 x 128 layer with 128 rows, us, and times nn.Linear's")
     print(f"{'layer':38} {'forward':>14} {'forward + backward':>20}")
     rows: list[dict[str, Any]] = []

@@ -59,7 +59,7 @@ import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
 from _parity_records import BF16, Record, read_record, write_record
 from _peers import convert_by_torchao
-from gpu_parity import TORCHAO, LossLlama
+from gpu_parity import TORCHAO_PREFIX, LossLlama
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import step as finish_step
 from minifloat.train.config import TrainConfig, parse_model
@@ -70,7 +70,7 @@ from torch.utils.checkpoint import checkpoint
 
 RESULTS = timing.ROOT / "docs" / "parity" / "llama8b"
 RECIPES = [BF16, "fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2"]
-RECIPES += [f"{TORCHAO}tensorwise", f"{TORCHAO}rowwise"]
+RECIPES += [f"{TORCHAO_PREFIX}tensorwise", f"{TORCHAO_PREFIX}rowwise"]
 OPTIONS: dict[str, Any] = {"fuse": True, "memory": "weights"}  # of mf.quantize_
 PEAK = 989e12  # operations a second
 GIB = 2**30
@@ -115,7 +115,7 @@ class Run:
     """The model under one recipe, and its optimizer."""
 
     def __init__(self, name: str, trial: Trial) -> None:
-        self.trial, self.is_converted = trial, name != BF16 and not name.startswith(TORCHAO)
+        self.trial, self.is_converted = trial, name != BF16 and not name.startswith(TORCHAO_PREFIX)
         self.limit = math.inf  # bytes
         if trial.device == "cuda":
             free, total = torch.cuda.mem_get_info()
@@ -132,7 +132,9 @@ class Run:
         if self.is_converted:
             quantize_(self.model, name, verbose=False, **OPTIONS)
         elif name != BF16:
-            convert_by_torchao(self.model, name.removeprefix(TORCHAO), self.model.is_quantized)
+            convert_by_torchao(
+                self.model, name.removeprefix(TORCHAO_PREFIX), self.model.is_quantized
+            )
         compile_layers(self.model)
         timing.compile_each_shape()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)

@@ -60,7 +60,7 @@ from torch import Tensor, nn
 FINAL_LR = 0.05  # of the peak, at the last step
 AVERAGE_EVERY = 10  # steps, in the last tenth
 DIGITS = 5  # of a loss, after the point
-TORCHAO = "torchao_"  # begins the name of a run of torchao's: torchao_rowwise
+TORCHAO_PREFIX = "torchao_"  # begins the name of a run of torchao's: torchao_rowwise
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Plan:
         """
         text, then, other = entry.partition(THEN)
         text, _, wire = text.partition(WIRE)
-        text = f"{text}={BF16}" if text.startswith(TORCHAO) else text
+        text = f"{text}={BF16}" if text.startswith(TORCHAO_PREFIX) else text
         spec = parse_entry(f"{text}{then}{other}", seed)
         return cls(replace(spec, name=spec.name.partition(THEN)[0]), wire)
 
@@ -201,7 +201,7 @@ class Plan:
 
     @property
     def recipe(self) -> str:
-        return self.spec.name if self.spec.name.startswith(TORCHAO) else self.spec.recipe
+        return self.spec.name if self.spec.name.startswith(TORCHAO_PREFIX) else self.spec.recipe
 
     @property
     def file_name(self) -> str:
@@ -221,8 +221,10 @@ class Run:
         self.parameters = list(self.model.parameters())
         if spec.converts:
             quantize_(self.model, spec.recipe, keep=spec.keep, seed=spec.seed, verbose=False)
-        elif spec.name.startswith(TORCHAO):
-            convert_by_torchao(self.model, spec.name.removeprefix(TORCHAO), self.model.is_quantized)
+        elif spec.name.startswith(TORCHAO_PREFIX):
+            convert_by_torchao(
+                self.model, spec.name.removeprefix(TORCHAO_PREFIX), self.model.is_quantized
+            )
         self.wire = Wire(self.model, list(self.model.layers), wire, spec.seed) if wire else None
         compile_layers(self.model)
         matrices = [p for p in self.parameters if p.dim() >= 2]

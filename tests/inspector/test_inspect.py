@@ -8,6 +8,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.nn.functional as F
+from minifloat.inspector import inspect as inspector
 from minifloat.inspector.inspection import NOT_CALLED
 from minifloat.train.config import MixtureConfig, ModelConfig
 from minifloat.train.model.llama import build_model, cross_entropy
@@ -288,6 +289,35 @@ class Dense(nn.Module):
 
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def test_what_waits_for_others_of_its_shape(monkeypatch):
+    """Layers are measured together up to a number of elements, and experts layer by layer."""
+    groups, measure = [], inspector.Numbers.measure
+
+    def recorded(self, recipe, cases):
+        groups.append([case.product.layer.module for case in cases])
+        measure(self, recipe, cases)
+
+    monkeypatch.setattr(inspector.Numbers, "measure", recorded)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))
+    x = torch.randn(32, 64)
+    results = 2 * (2 * 32 * 64 + 64 * 64)  # of a layer and of the exact products
+    found = []
+    for most, expected in ((1, [1] * 6), (2 * results, [2, 2, 2]), (1 << 23, [6])):
+        monkeypatch.setitem(inspector.MOST_ELEMENTS, "cpu", most)
+        groups.clear()
+        found.append(mf.inspect(model, x, ["mxfp8"], loss=lambda m, x: m(x).square().mean()))
+        assert [len(group) for group in groups] == expected
+    for row, same, other in zip(*(each.rows for each in found), strict=True):
+        assert row.operands[0].scales == same.operands[0].scales == other.operands[0].scales
+        assert row.y_error == pytest.approx(same.y_error) == pytest.approx(other.y_error)
+    groups.clear()
+    three = MixtureConfig(64, 3, 2, 2, 96, VOCAB, 32, 4, 2, 1)  # the first has no experts
+    mf.inspect(llama(three), ids(), ["mxfp8"], loss=loss_of)
+    of_experts = [set(group) for group in groups if group[0].endswith(".experts")]
+    assert set.union(*of_experts) == {"layers.1.moe.experts", "layers.2.moe.experts"}
+    assert all(len(modules) == 1 for modules in of_experts)
 
 
 def test_converted_layers_have_their_own_recipe():

@@ -179,7 +179,7 @@ def test_errors_of_a_result():
 @pytest.mark.parametrize("spec", ["e4m3/tensor", "mxfp4+sr+rht", "nvfp4+eden", "nvfp4/16x16"])
 def test_matrices_of_one_call_have_their_own_numbers(spec):
     """Also beside one that is not finite; sums of several matrices may have another order."""
-    rng, apart = torch.zeros(2, dtype=torch.int64), []
+    rng = torch.zeros(2, dtype=torch.int64)
     several = [matrix("normal"), matrix("wide"), matrix("normal") * 3, matrix("wide")]
     several[2][5, 7] = math.inf
     for columnwise in (False, True):
@@ -211,5 +211,7 @@ def test_refusals():
         ops.result_error([x, x], [x])
     with pytest.raises(ValueError, match="references as matrices of the first result's shape"):
         ops.result_error([x], [x.t()])
+    with pytest.raises(ValueError, match="expected results of one dtype"):
+        ops.result_error([x, x.bfloat16()], [x, x])
     with pytest.raises(ValueError, match="gradients in float32 or bfloat16"):
         ops.result_error([x], [x], [x.double()])

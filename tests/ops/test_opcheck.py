@@ -174,7 +174,7 @@ def sample_calls():
     yield ops.operand_statistics, ([x], "nvfp4"), {"amax": [torch.tensor(9.0)]}
     yield ops.operand_statistics, ([*batch], "mxfp4+sr+rht", True), {"rng": RNG, "stream": 3}
     yield ops.result_error, ([x], [torch.randn(40, 72)]), {}
-    yield ops.result_error, ([*batch], [*batch], [*batch]), {}
+    yield ops.result_error, ([*batch], [*batch.flip(0)], [*batch]), {}
     scale = torch.randint(0, 255, (40, 9), dtype=torch.uint8)
     offs = torch.tensor([8, 8, 40], dtype=torch.int32)
     yield ops.swizzle_scales, (scale,), {}

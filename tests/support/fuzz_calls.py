@@ -211,7 +211,8 @@ def _operand_statistics(rng: Random, arena: Arena) -> Call:
 def _result_error(rng: Random, arena: Arena) -> Call:
     shape = rng.choice((1, 17, 32)), rng.choice((1, 16, 33))
     names = ("results", "references", "gradients")
-    args = {n: [arena.place(values(rng, shape, rng.choice(FLOATS)))] for n in names}
+    count, dtypes = rng.choice((1, 1, 3)), {n: rng.choice(FLOATS) for n in names}
+    args = {n: [arena.place(values(rng, shape, dtypes[n])) for _ in range(count)] for n in names}
     return op_call("result_error", **args)
 
 

@@ -6,7 +6,8 @@
 //                           does to the loss
 //
 // Each takes matrices of one shape, of several layers: a GPU needs longer to launch the reductions
-// of a small matrix than to compute them. A matrix is cast alone, so its numbers are its own.
+// of a small matrix than to compute them. A matrix is cast alone, so its counts are its own; beside
+// others float32 sums may round otherwise.
 //
 // The ops are composed of quantize, dequantize, hadamard and of torch's reductions: no arithmetic
 // of a format or a scale is written here. A value is saturated where the largest code of its block
@@ -16,6 +17,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "minifloat/core/eden.h"
@@ -145,6 +147,16 @@ Tensor histogram_of(const Tensor& scales) {
       .slice(1, 0, kExponents);
 }
 
+// Returns matrices as one tensor: a view of one alone.
+Tensor stacked(at::TensorList t) {
+  return t.size() == 1 ? t[0].contiguous().unsqueeze(0) : at::stack(t);
+}
+// Frees the list.
+Tensor stacked(std::vector<Tensor>&& t) {
+  const std::vector<Tensor> list = std::move(t);
+  return stacked(at::TensorList(list));
+}
+
 void check_same_shape(const char* op, const char* name, const Tensor& t, const Tensor& first) {
   TORCH_CHECK_VALUE(t.sizes() == first.sizes() && t.scalar_type() == first.scalar_type(), op,
                     ": expected ", name, " of one shape and dtype, got ", first.scalar_type(), " ",
@@ -204,8 +216,8 @@ Casts cast_each(at::TensorList x, const Spec& spec, bool columnwise,
     q.codes = at::full_like(q.codes, largest_byte(spec.elements));
     largest.push_back(dequantize(q, text, cols));
   }
-  return {at::stack(y).to(at::kFloat), at::stack(values), at::stack(largest),
-          scale_values(at::stack(scales), spec)};
+  return {stacked(std::move(y)).to(at::kFloat), stacked(std::move(values)),
+          stacked(std::move(largest)), scale_values(stacked(std::move(scales)), spec)};
 }
 
 Tensor statistics_kernel(at::TensorList x, const std::string& text, bool columnwise,
@@ -219,7 +231,7 @@ Tensor statistics_kernel(at::TensorList x, const std::string& text, bool columnw
   if (spec.rule == ScaleRule::kNvfp4) saturated.logical_and_(largest > 0);  // a scale may be 0
 
   // Channels are the columns of x as it lies, untransformed.
-  const Tensor plain = spec.transform ? at::stack(x).to(at::kFloat) : y;
+  const Tensor plain = spec.transform ? stacked(x).to(at::kFloat) : y;
   const Tensor amax_of_y = amax_of(y), unit = unit_of(amax_of_y);
   const Tensor channels = in_units(plain, unit).square().sum(spec.transform || !columnwise ? 1 : 2);
   const Tensor signal = spec.transform
@@ -229,17 +241,18 @@ Tensor statistics_kernel(at::TensorList x, const std::string& text, bool columnw
   const auto each = [&](std::int64_t number) {
     return at::full({y.size(0)}, static_cast<double>(number), y.options().dtype(at::kDouble));
   };
-  const std::vector<Tensor> numbers = {each(y.size(1) * y.size(2)),
-                                       signal,
-                                       sum_of_squares(in_units(y.sub(values), unit), unit),
-                                       count(saturated),
-                                       count(y).sub(count(values)).clamp_min(0),
-                                       count(plain - plain),
-                                       amax_of_y,
-                                       each(scales.size(1)),
-                                       scales.eq(0).sum(1),
-                                       each(channels.size(1)),
-                                       outliers_of(channels)};
+  const std::vector<Tensor> numbers = {
+      each(y.size(1) * y.size(2)),
+      signal,
+      sum_of_squares(y.sub(values).div_(unit.view({-1, 1, 1})), unit),
+      count(saturated),
+      count(y).sub(count(values)).clamp_min(0),
+      count(plain - plain),
+      amax_of_y,
+      each(scales.size(1)),
+      scales.eq(0).sum(1),
+      each(channels.size(1)),
+      outliers_of(channels)};
   std::vector<Tensor> parts;
   for (const Tensor& number : numbers) parts.push_back(number.to(at::kDouble).unsqueeze(1));
   parts.push_back(histogram_of(scales));
@@ -260,7 +273,8 @@ Tensor error_meta(at::TensorList results, at::TensorList references,
       TORCH_CHECK_VALUE(t.dim() == 2 && t.sizes() == first.sizes(), kResultError, ": expected ",
                         name, " as matrices of the first result's shape ", first.sizes(), ", got ",
                         t.sizes());
-      check_same_shape(kResultError, name, t, list[0]);
+      TORCH_CHECK_VALUE(t.scalar_type() == list[0].scalar_type(), kResultError, ": expected ", name,
+                        " of one dtype, got ", list[0].scalar_type(), " and ", t.scalar_type());
       bridge::check_same_device(kResultError, name, t, first);
     }
   };
@@ -279,11 +293,11 @@ Tensor error_kernel(at::TensorList results, at::TensorList references,
   for (const Tensor& t : gradients.value_or(at::TensorList()))
     bridge::check_memory(kResultError, "gradients", t);
   const at::AutoDispatchBelowADInplaceOrView below;
-  const Tensor exact = at::stack(references).to(at::kFloat),
-               difference = at::stack(results).to(at::kFloat).sub(exact);
+  const Tensor exact = stacked(references).to(at::kFloat),
+               difference = stacked(results).to(at::kFloat).sub(exact);
   Tensor first = at::zeros({exact.size(0)}, exact.options().dtype(at::kDouble)), second = first;
   if (gradients) {
-    const Tensor by_row = difference.mul(at::stack(*gradients)).sum(2, false, at::kDouble);
+    const Tensor by_row = difference.mul(stacked(*gradients)).sum(2, false, at::kDouble);
     first = by_row.sum(1);
     second = by_row.square().sum(1);
   }

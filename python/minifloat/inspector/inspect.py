@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..checks import require_module
+from ..moe.layer import Experts
 from ..nn.convert.filters import heads_of
 from ..nn.names import unwrapped
 from ..nn.state.recipe_state import converted
@@ -47,9 +48,9 @@ READS = {
 }
 RESULTS = 3  # y, dx and dW, of four sums each
 SUMS = 4
-# Elements of the matrices that wait for others of their shape. A GPU takes longer to launch a small
+# Elements of results that wait for others of their shape. A GPU takes longer to launch a small
 # reduction than to compute it; on a CPU larger temporaries are slower.
-MOST_ELEMENTS = {"cpu": 1 << 22, "cuda": 1 << 24}
+MOST_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 27}
 
 
 def inspect(
@@ -63,9 +64,9 @@ def inspect(
 
     One forward and one backward pass of the batch give x, W and g of every linear layer and of the
     experts of every mf.MoE. Each is then cast and multiplied under each recipe alone, so a layer's
-    numbers do not depend on those of others. The model is evaluated (`eval`), uncompiled, and is
-    left as it was, its gradients and random states included. Stochastic casts draw bits of their
-    own. docs/inspector.md defines the numbers.
+    numbers do not depend on those of others, but for the roundings of sums. The model is evaluated
+    (`eval`), uncompiled, and is left as it was, its gradients and random states included.
+    Stochastic casts draw bits of their own. docs/inspector.md defines the numbers.
 
     The effect on the loss: with d = y_q - y, the error of a layer's output, and g = dL/dy,
         first order     Σ_t g_t · d_t
@@ -112,13 +113,15 @@ def inspect(
     numbers = Numbers()
     why_not = dict.fromkeys(layers, NOT_CALLED)
     with torch.no_grad():
-        while calls:  # each is freed when it is done
+        while calls:  # a call's tensors are freed when its products are measured
             call, g = calls.pop(0), gradients.pop(0)
             why = reason_against_call(call, g)
             if why is None and g is not None:
                 why_not.pop(call.module, None)
                 for product in products_of(call, layers[call.module], g):
                     numbers.add(product)
+                if isinstance(call.module, Experts):
+                    numbers.finish()  # few have equally many rows, and each keeps the whole weight
             elif call.module in why_not and why is not None:
                 why_not[call.module] = why
         numbers.finish()
@@ -157,6 +160,7 @@ class Numbers:
         self.tokens: dict[str, int] = {}
         # Cases of one recipe, shape and dtype, which wait for others of theirs.
         self.waiting: dict[tuple[object, ...], tuple[Recipe, list[Case]]] = {}
+        self.elements = 0  # of what they computed
 
     def add(self, product: Product) -> None:
         """Adds a product under each recipe of its layer."""
@@ -171,14 +175,15 @@ class Numbers:
             key = recipe.text, x.shape, weight.shape, x.dtype
             _, cases = self.waiting.setdefault(key, (recipe, []))
             cases.append(Case(product, history, results, exact))
-            elements = len(cases) * max(x.numel(), weight.numel(), g.numel())
-            if elements >= MOST_ELEMENTS[x.device.type]:
-                self.measure(*self.waiting.pop(key))
+            self.elements += sum(t.numel() for t in (*results, *exact))
+            if self.elements >= MOST_ELEMENTS[x.device.type]:
+                self.finish()
 
     def finish(self) -> None:
-        """Measures what still waits."""
+        """Measures what waits."""
         while self.waiting:
             self.measure(*self.waiting.popitem()[1])
+        self.elements = 0
 
     def measure(self, recipe: Recipe, cases: Sequence[Case]) -> None:
         found = [statistics(cases, row, recipe) for row in range(len(operand_names()))]
@@ -212,9 +217,8 @@ def statistics(cases: Sequence[Case], row: int, recipe: Recipe) -> Tensor:
     spec = Spec.parse(spec_of(name, recipe))
     if spec.is_bf16:
         return torch.zeros(len(x), length(), dtype=torch.float64, device=x[0].device)
-    amax = None
-    if spec.is_delayed:
-        amax = [case.history[row, 0] for case in cases if case.history is not None]
+    histories = [case.history for case in cases]
+    amax = [cast(Tensor, history)[row, 0] for history in histories] if spec.is_delayed else None
     rng = rng_of(recipe, x[0])
     return ops.operand_statistics(x, spec.text, columnwise, amax=amax, rng=rng)
 
