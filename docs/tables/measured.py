@@ -108,6 +108,6 @@ def expert_layers() -> str:
     def cell(row: Row) -> str:
         is_time = figures.name_of(row) == BF16
         first = f"{row['ms']:.2f} ms" if is_time else number(row["speed"])
-        return f"{first}; {row['saved_bytes']:.0f}; {row['peak_gib']:.2f}"
+        return f"{first}; {row['peak_gib']:.2f}"
 
     return pivot(figures.rows_of("gpu_moe"), "recipe", label_of, across, cell)

@@ -210,13 +210,14 @@ def speed_cases() -> Iterator[tuple[str, dict[str, float]]]:
     for tokens in (2048, 8192):
         rows = figures.rows_of("gpu_fsdp", seq=tokens)
         yield f"{fsdp}, {tokens} tokens each", of(rows)
-    grouped = "measured/experts.md#grouped-gemms-of-experts-on-one-h200"
+    grouped = "measured/experts.md#grouped-gemms-of-experts"
     for sizes in (EXPERTS_128, EXPERTS_2):
         rows = figures.rows_of("gpu_grouped", "layers", shape=sizes, groups="even")
         each = f"of {sizes[1]} x {sizes[2]}, {sizes[0] // sizes[3]} rows each"
         yield f"[GEMMs of {sizes[3]} experts]({grouped}) {each}", of(rows)
     rows = figures.rows_of("gpu_moe", shape=LAYER_128)
-    yield f"a layer of {LAYER_128[2]} experts of hidden width {LAYER_128[1]}", of(rows)
+    experts = "[a layer](measured/experts.md#the-layer-of-experts)"
+    yield f"{experts} of {LAYER_128[2]} experts of hidden width {LAYER_128[1]}", of(rows)
     rows = figures.rows_of("gpu_weight_codes", **WIDE)
     codes = f"({layer}#a-forward-that-quantizes-its-weight)"
     yield f"[generation]{codes}, {WIDE['tokens']} tokens a forward", of(rows)
@@ -242,8 +243,7 @@ def peaks() -> str:
         '`memory="weights"`': step,
         "[FSDP2 on four GPUs](measured/distributed.md#fsdp2-on-four-h200s-of-one-host), 8192 "
         "tokens each": fsdp,
-        f"[a layer](measured/experts.md#grouped-gemms-of-experts-on-one-h200) of {LAYER_128[2]} "
-        "experts": layer,
+        f"[a layer](measured/experts.md#the-layer-of-experts) of {LAYER_128[2]} experts": layer,
     }
     body = []
     for case, at in cases.items():
