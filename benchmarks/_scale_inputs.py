@@ -165,7 +165,7 @@ def measured_rates() -> dict[str, Rates]:
         name = cells[0].replace(" (exact products)", "")
         steps.setdefault(name, number(cells[2]))
         steps.setdefault("bf16", number(cells[3]))
-    of_bf16, *layers = read_rows("experts.md", "recipe | D 7168, I 2048, 8 experts, k 2 | D 2048")
+    of_bf16, *layers = read_rows("experts.md", "recipe, H200 | D 7168, I 2048, 8 experts, k 2 ")
     mixture = 6 * 32_768 * 3 * 7168 * 2048 / (number(of_bf16[1]) / 1e3)
     speeds = {cells[0].split(",")[0]: number(cells[1]) for cells in layers} | {"bf16": 1.0}
     block, tokens, blocks = blocks_of(llama("", 4096, 4, 14_336), 8192)[0], 16_384, 4
