@@ -109,7 +109,8 @@ bool ExpertNeeds::any() const {
 }
 
 GroupedCall product_call(const ExpertProduct& product, at::ScalarType dtype, const RowOrder& order,
-                         at::TensorList bias, at::TensorList a_operands, bool zeroes_tail) {
+                         const Tensor& table, at::TensorList bias, at::TensorList a_operands,
+                         bool zeroes_tail) {
   return {.recipe = *product.recipe,
           .out_dtype = dtype,
           .stream = product.stream,
@@ -122,7 +123,8 @@ GroupedCall product_call(const ExpertProduct& product, at::ScalarType dtype, con
           .a_operands = a_operands,
           .weight_operands = product.weight_operands,
           .recomputes_weights = product.recomputes_weights,
-          .sharding = product.sharding};
+          .sharding = product.sharding,
+          .table = table};
 }
 
 Tensor forward_rows(const Experts& experts, const ExpertTensors& t, bool keeps_amaxes,
@@ -136,8 +138,7 @@ Tensor forward_rows(const Experts& experts, const ExpertTensors& t, bool keeps_a
   found.amaxes.matrices.resize(experts.products.size());
   const auto multiply = [&](const Rows& a, std::size_t i, at::TensorList bias, bool zeroes_tail) {
     GroupedCall call =
-        product_call(experts.products[i], dtype, t.order, bias, a.operands, zeroes_tail);
-    call.table = table;
+        product_call(experts.products[i], dtype, t.order, table, bias, a.operands, zeroes_tail);
     if (keeps_amaxes) call.keeps_amax = &found.amaxes.matrices[i];
     return multiply_groups(a.values, t.matrices[i], t.order.offs, call);
   };
@@ -168,9 +169,8 @@ ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
   Tensor dh;
   {
     RowGradient of_rows = gradient_of_rows(experts, t.order, table, g);
-    GroupedCall call = product_call(experts.products[inputs], dtype, t.order, {}, {},
+    GroupedCall call = product_call(experts.products[inputs], dtype, t.order, table, {}, {},
                                     /*zeroes_tail=*/false);
-    call.table = table;
     call.g_operands = of_rows.operands;
     call.amax = found.amaxes.matrices[inputs];
     const Tensor shape_of_hidden = shape_alone(t.x, t.order.rows(), t.matrices[inputs].sym_size(1));
@@ -206,8 +206,7 @@ ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
       return i + 1 == inputs ? std::exchange(rows, {}) : rows;
     };
     GroupedCall call =
-        product_call(experts.products[i], dtype, t.order, bias_of(experts, t.biases, i));
-    call.table = table;
+        product_call(experts.products[i], dtype, t.order, table, bias_of(experts, t.biases, i));
     call.amax = found.amaxes.matrices[i];
     GroupedGradients d =
         group_gradients(std::move(of_inputs[i]), shape_of_rows, t.matrices[i], t.order.offs, call,

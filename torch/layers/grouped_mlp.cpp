@@ -167,6 +167,7 @@ struct TermOfFirstRank : torch::autograd::Function<TermOfFirstRank> {
 Tensor compose(const Experts& experts, const ExpertTensors& t, const MaybeTensor& base) {
   const at::ScalarType dtype = t.x.scalar_type();
   const bool rounds = is_autocast(t.x);
+  const Tensor table = t.order.table();
   const auto multiply = [&](const Tensor& a, std::size_t i) {
     const ExpertProduct& product = experts.products[i];
     const bool is_cast = rounds && product.weight_operands.empty();
@@ -176,12 +177,12 @@ Tensor compose(const Experts& experts, const ExpertTensors& t, const MaybeTensor
     if (rounds)
       for (Tensor& b : bias) b = to_dtype(b, dtype);
     return multiply_groups(a, is_cast ? to_dtype(t.matrices[i], dtype) : t.matrices[i],
-                           t.order.offs, product_call(product, dtype, t.order, bias));
+                           t.order.offs, product_call(product, dtype, t.order, table, bias));
   };
   const Tensor rows = t.order.take(t.x);
   variable_list products;
   for (std::size_t i = 0; i < experts.inputs(); ++i) products.push_back(multiply(rows, i));
-  const GateAndUp gates(products, t.weights, t.order, t.order.table());
+  const GateAndUp gates(products, t.weights, t.order, table);
   const Tensor y = multiply(swiglu(gates.of(experts.form)), experts.inputs());
   return experts.sums ? add_slots(y, t.order.places, base, t.order.pairs) : y;
 }

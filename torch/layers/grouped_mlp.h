@@ -116,9 +116,9 @@ class GateAndUp {
   std::optional<Tensor> pairs_, groups_;
 };
 
-// Returns the arguments of one product, whose tensors must outlive them.
+// Returns the arguments of one product, whose tensors must outlive them.   table: order's
 GroupedCall product_call(const ExpertProduct& product, at::ScalarType dtype, const RowOrder& order,
-                         at::TensorList bias = {}, at::TensorList a_operands = {},
-                         bool zeroes_tail = true);
+                         const Tensor& table, at::TensorList bias = {},
+                         at::TensorList a_operands = {}, bool zeroes_tail = true);
 
 }  // namespace minifloat::torch_ops

@@ -157,13 +157,6 @@ Tensor stacked(std::vector<Tensor>&& t) {
   return stacked(at::TensorList(list));
 }
 
-void check_same_shape(const char* op, const char* name, const Tensor& t, const Tensor& first) {
-  TORCH_CHECK_VALUE(t.sizes() == first.sizes() && t.scalar_type() == first.scalar_type(), op,
-                    ": expected ", name, " of one shape and dtype, got ", first.scalar_type(), " ",
-                    first.sizes(), " and ", t.scalar_type(), " ", t.sizes());
-  bridge::check_same_device(op, name, t, first);
-}
-
 constexpr const char* kOperandStatistics = "operand_statistics";
 
 Tensor statistics_meta(at::TensorList x, const std::string& text, bool,
@@ -172,7 +165,11 @@ Tensor statistics_meta(at::TensorList x, const std::string& text, bool,
   TORCH_CHECK_VALUE(!x.empty(), kOperandStatistics, ": expected matrices x, got none");
   for (const Tensor& t : x) {
     bridge::check_values(kOperandStatistics, t);
-    check_same_shape(kOperandStatistics, "x", t, x[0]);
+    TORCH_CHECK_VALUE(t.sizes() == x[0].sizes() && t.scalar_type() == x[0].scalar_type(),
+                      kOperandStatistics, ": expected x of one shape and dtype, got ",
+                      x[0].scalar_type(), " ", x[0].sizes(), " and ", t.scalar_type(), " ",
+                      t.sizes());
+    bridge::check_same_device(kOperandStatistics, "x", t, x[0]);
   }
   TORCH_CHECK_VALUE(x[0].dim() == 2, kOperandStatistics, ": expected x (rows, cols), got ",
                     x[0].dim(), " dimensions");

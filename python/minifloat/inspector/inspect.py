@@ -186,7 +186,8 @@ class Numbers:
         self.elements = 0
 
     def measure(self, recipe: Recipe, cases: Sequence[Case]) -> None:
-        found = [statistics(cases, row, recipe) for row in range(len(operand_names()))]
+        rng = rng_of(recipe, cases[0].product.x)
+        found = [statistics(cases, row, recipe, rng) for row in range(len(operand_names()))]
         for number in range(RESULTS):
             results, exact = [c.results[number] for c in cases], [c.exact[number] for c in cases]
             gradients = [c.product.g for c in cases] if number == 0 else None
@@ -206,7 +207,7 @@ def spec_of(name: str, recipe: Recipe) -> str:
     return str(getattr(getattr(recipe, product), side))
 
 
-def statistics(cases: Sequence[Case], row: int, recipe: Recipe) -> Tensor:
+def statistics(cases: Sequence[Case], row: int, recipe: Recipe, rng: Tensor | None) -> Tensor:
     """Returns the statistics of an operand, a row a case; zeros of one in high precision.
 
     row: the operand's, in the order of operand_names.
@@ -219,7 +220,6 @@ def statistics(cases: Sequence[Case], row: int, recipe: Recipe) -> Tensor:
         return torch.zeros(len(x), length(), dtype=torch.float64, device=x[0].device)
     histories = [case.history for case in cases]
     amax = [cast(Tensor, history)[row, 0] for history in histories] if spec.is_delayed else None
-    rng = rng_of(recipe, x[0])
     return ops.operand_statistics(x, spec.text, columnwise, amax=amax, rng=rng)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..spec import Spec
 from .quantized import Quantized, require_tensor
@@ -44,8 +44,10 @@ def require_memory(name: str, t: Tensor) -> None:
 
     torch's copies do not check this.
     """
-    is_real = t.device.type in ("cpu", "cuda") and type(t) in (Tensor, nn.Parameter)
-    if not is_real or t.numel() == 0 or torch.compiler.is_compiling():
+    is_wrapper = torch._C._dispatch_keys(t).has(torch._C.DispatchKey.Python)  # of other tensors
+    if is_wrapper or t.device.type not in ("cpu", "cuda"):
+        return
+    if t.numel() == 0 or torch.compiler.is_compiling():
         return
     last = sum((n - 1) * step for n, step in zip(t.shape, t.stride(), strict=True))
     needed = (t.storage_offset() + last + 1) * t.element_size()
