@@ -145,6 +145,12 @@ void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) 
       !operand.history.first || (spec.delayed && operand.given_amax && !operand.amax),
       "quantize: expected a history instead of an amax output, beside an active amax under "
       "+delayed");
+  MINIFLOAT_CHECK(
+      !operand.amaxes_of_columns || (!columnwise && spec.has_row_amax() && spec.transform == 0),
+      "quantize: expected amaxes_of_columns of a rowwise operand with an untransformed scale a "
+      "row, "
+      "got ",
+      spec.str(), columnwise ? " columnwise" : "");
   if (operand.row_bytes != 0) check_row_bytes(x, operand, columnwise);
   check_groups("quantize", x, spec, columnwise);
   check_origin(spec, operand.origin, (is_padded ? x.groups.count : x.batch) * rows, cols);

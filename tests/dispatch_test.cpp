@@ -70,6 +70,11 @@ TEST_F(Dispatch, QuantizeRefusesBadOperands) {
   static const float kAmax = 1;
   expect_refused(
       "mxfp8", [](TensorRef&, Operand& o) { o.given_amax = &kAmax; }, "no tensor or row amax");
+  static float columns[48];
+  for (const char* spec : {"mxfp8", "e4m3/tensor", "e4m3/row+rht"})
+    expect_refused(
+        spec, [](TensorRef&, Operand& o) { o.amaxes_of_columns = columns; },
+        "untransformed scale a row");
   expect_refused(
       "nvfp4+sr", [](TensorRef&, Operand& o) { o.random.state = nullptr; }, "random state");
   expect_refused(

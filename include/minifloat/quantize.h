@@ -64,6 +64,9 @@ struct Operand {
   float* amax = nullptr;
   HistoryEntries history;            // raised to the current amax of +delayed; null: none
   std::uint16_t* decoded = nullptr;  // at a multiple of 16 bytes; null: not written
+  // Of a rowwise operand under e4m3/row: max |x| of each column, (batch, cols) or (groups, cols),
+  // which a later columnwise cast takes as given_amax; null: not written.
+  float* amaxes_of_columns = nullptr;
   // The bytes from a row's codes to the next row's, and from its scales to the next row's, of one
   // rowwise matrix with blocks of one row; 0: rows follow each other without gaps.
   std::int64_t row_bytes = 0;

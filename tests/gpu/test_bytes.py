@@ -137,6 +137,21 @@ def test_given_amax(device, base, flags):
         require_same_quantize(device, x[0], spec, "", amax_row=row[0], note=note)
 
 
+# A warp or a block a row, of one vec16 a thread or several, and rows that no team holds.
+@pytest.mark.parametrize("cols", [1, 47, 512, 520, 1024, 2048, 2064, 4096, 7168, 16384, 16400])
+@pytest.mark.parametrize("spec", ["e4m3/row", "e4m3/row+exact", "e4m3/row+sr"])
+def test_amaxes_of_columns(device, spec, cols):
+    for shape, dtype in itertools.product([(1, cols), (65, cols), (3, 70, cols)], DTYPES):
+        for kind in ("wide", "special"):
+            x = values(kind, shape, dtype)
+            require_same_quantize(device, x, spec, "", amaxes_of_columns=True)
+            require_same_quantize(device, x, spec, "", decoded_row=True)
+        gap = values("normal", (shape[-2], cols + 8), dtype)[:, :cols]
+        require_same_quantize(device, gap, spec, "", amaxes_of_columns=True, note=" (a gap)")
+    for shape in EMPTY:
+        require_same_quantize(device, torch.empty(shape), spec, "", amaxes_of_columns=True)
+
+
 @pytest.mark.parametrize("flags", ["", "+sr", "+rht", "+sr+rht32"])
 @pytest.mark.parametrize("base", ["e4m3/tensor", "e5m2/tensor"])
 def test_delayed(device, base, flags):

@@ -212,6 +212,13 @@ def test_random_counter(device, base):
                 require_same_groups(device, g, row, col, row_ids=row_ids, first_expert=first)
 
 
+def test_amaxes_of_columns(device):
+    for cols, dtype in itertools.product((1, 48, 128, 512), (torch.float32, torch.bfloat16)):
+        for offs, rows in ENDS:
+            g = grouped(offs, rows, cols, dtype, "special")
+            require_same_groups(device, g, "e4m3/row", "", amaxes_of_columns=True)
+
+
 @pytest.mark.parametrize("base", ROW_BASES + TENSOR_BASES)
 def test_given_amax(device, base):
     specs = [base] if base in ROW_BASES or "nvfp4" in base else [base, base + "+delayed"]

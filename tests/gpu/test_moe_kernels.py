@@ -195,6 +195,18 @@ def test_casts_of_swiglu_with_many_groups(device):
         compare_casts(device, case, row, col)
 
 
+# The last widths are rows that a warp does not hold.
+@pytest.mark.parametrize("width", [16, 48, 144, 512, 768, 1024, 2048, 2064])
+@pytest.mark.parametrize("parts", ["two", "interleaved"])
+def test_amaxes_of_columns_of_swiglu(device, parts, width):
+    for offs, rows in SWIGLU_ENDS:
+        case = draw(offs, rows, width, torch.bfloat16, parts, scale=3)
+        for spec in ("e4m3/row", "e4m3/row+exact"):
+            compare_casts(device, case, spec, "", amaxes_of_columns=True)
+            found = case.composition(spec, "", amaxes_of_columns=True)[6]
+            compare_casts(device, case, "", spec, amax_col=found)
+
+
 # ---- copies --------------------------------------------------------------------------------------
 
 

@@ -79,6 +79,8 @@ def expert_calls():
     yield ops.quantize_swiglu, both, {"rng": RNG, "pairs": pairs, "decoded_col": True}
     grouped = {"groups": groups, "group_unit": 32, "row_ids": pairs}
     yield ops.quantize_swiglu, (fused, None, torch.rand(40), "e4m3/row", "e4m3/tensor"), grouped
+    of_columns = grouped | {"amaxes_of_columns": True}
+    yield ops.quantize_swiglu, (fused, None, torch.rand(40), "e4m3/row", ""), of_columns
     rowwise = every | {"columnwise": False}
     yield ops.swiglu_operands, (fused, None, torch.rand(40), "mxfp8"), rowwise
     yield ops.swiglu_operands, (half, half.clone(), torch.rand(40), "nvfp4"), {"pairs": pairs}
@@ -150,6 +152,7 @@ def sample_calls():
     yield ops.quantize, (batch, "mxfp8", ""), {"decoded_row": True}
     yield ops.quantize, (batch, "nvfp4+pow2", "mxfp4+rht"), {"fp8_row": True, "fp8_col": True}
     yield ops.quantize, (batch, "", "e4m3/row"), {"amax_col": torch.ones(2, 72)}
+    yield ops.quantize, (batch, "e4m3/row", ""), {"amaxes_of_columns": True}
     yield ops.quantize, (x, "e4m3/tensor+delayed", "e4m3/128x128"), {"amax_row": torch.tensor(2.0)}
     delayed = "e4m3/tensor+delayed"
     yield ops.quantize_delayed, (x, delayed, delayed, torch.rand(6, 4), 0, 5), {}

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from minifloat._native import ops
 
+from tests.support.same_bits import require_same
 from tests.support.specs import SPECS, flagged
 from tests.support.swiglu_casts import ENDS, draw, require_same_cast
 
@@ -61,6 +62,15 @@ def test_bytes_are_those_of_the_composition(
     require_same_cast(
         case, case.cast(row, col, **options), case.composition(row, col, **options), row, col
     )
+
+
+@pytest.mark.parametrize(("offs", "rows"), ENDS)
+def test_amaxes_of_columns(offs, rows):
+    case = draw(offs, rows, 48, torch.bfloat16, "two")
+    found = case.cast("e4m3/row", "", amaxes_of_columns=True)
+    want = case.composition("e4m3/row", "", amaxes_of_columns=True)
+    require_same_cast(case, found, want, "e4m3/row", "")
+    require_same(found[6], case.composition("", "e4m3/row")[6])
 
 
 @pytest.mark.parametrize("decoded", ["decoded_row", "decoded_col"])

@@ -119,6 +119,9 @@ def _quantize(rng: Random, arena: Arena) -> Call:
         args[f"decoded_{side}"] = rng.random() < 0.3
         args[f"fp8_{side}"] = "fp4" in spec and rng.random() < 0.3
     args["rng"] = arena.place(torch.tensor([1, 2, 3][: rng.choice((2, 3))]))
+    args["amaxes_of_columns"] = (
+        "/row" in row and "rht" not in row and col == "" and rng.random() < 0.5
+    )
     if rng.random() < 0.3:
         args["origin"] = [128 * rng.randrange(5), 128 * rng.randrange(5)]
     return op_call("quantize", **args)

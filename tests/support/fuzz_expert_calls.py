@@ -55,6 +55,7 @@ def _cast(rng: Random, arena: Arena) -> Call:
     args["rng"] = arena.place(torch.tensor([rng.randrange(2**40), 1]))
     if args["groups"] is not None and rng.random() < 0.5:
         args["row_ids"] = arena.place(torch.randperm(args["product"].shape[0]).int())
+    args["amaxes_of_columns"] = (args["row"], args["col"]) == ("e4m3/row", "")
     return op_call("quantize_swiglu", **args)
 
 

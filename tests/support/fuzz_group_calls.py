@@ -80,6 +80,9 @@ def _quantize(rng: Random, arena: Arena) -> Call:
     args["row_ids"] = arena.place(ids) if rng.random() < 0.5 else None
     args["first_expert"] = rng.choice((0, 3, 100))
     args["rng"] = arena.place(torch.tensor([1, 2]))
+    args["amaxes_of_columns"] = (
+        "/row" in row and "rht" not in row and col == "" and rng.random() < 0.5
+    )
     return op_call("quantize", **args, row=row, col=col)
 
 

@@ -26,10 +26,12 @@ std::vector<const PreparedRecipe*> recipes_of_inputs(const Experts& experts) {
   return recipes;
 }
 
-// Returns h as the output's product reads it, in the directions that are needed.
-//   amax: of the columnwise operand's groups; undefined: the cast finds it
+// Returns h as the output's product reads it, rowwise or columnwise.
+//   keeps_amax: whether the rowwise cast also finds the amax of the columnwise one, of its groups;
+//   amax: that one; undefined: the cast finds it
 Rows quantize_hidden(const Experts& experts, const RowOrder& order, const GateAndUp& gates,
-                     bool rowwise, bool columnwise, const Tensor& amax = {}) {
+                     bool columnwise, bool keeps_amax, const Tensor& amax = {}) {
+  const bool rowwise = !columnwise;
   const ExpertProduct& output = experts.products.back();
   const PreparedRecipe& recipe = *output.recipe;
   const SwiGluArguments of = gates.of(experts.form);
@@ -45,6 +47,7 @@ Rows quantize_hidden(const Experts& experts, const RowOrder& order, const GateAn
   state.stream = output.stream;
   state.row_ids = order.row_ids;
   state.first_expert = output.first_expert;
+  state.casts_other_later = keeps_amax;
   if (amax.defined()) state.amax = amax;
   return {shape_alone(of.product, of.rows(), of.width()),
           operands_of_swiglu(of, recipe, rowwise, columnwise, std::move(state))};
@@ -148,8 +151,9 @@ Tensor forward_rows(const Experts& experts, const ExpertTensors& t, bool keeps_a
     found.products.push_back(
         multiply(rows, i, bias_of(experts, t.biases, i), /*zeroes_tail=*/false));
   const GateAndUp gates(found.products, t.weights, t.order, table);
-  const Rows h = quantize_hidden(experts, t.order, gates, /*rowwise=*/true, false);
-  if (keeps_amaxes) found.amaxes.hidden = amax_of_rows(*experts.products.back().recipe, h);
+  const Rows h = quantize_hidden(experts, t.order, gates, /*columnwise=*/false, keeps_amaxes);
+  if (keeps_amaxes && !h.operands.empty() && h.operands[6].numel() > 0)
+    found.amaxes.hidden = h.operands[6];
   return multiply(h, experts.inputs(), {}, /*zeroes_tail=*/true);
 }
 
@@ -180,7 +184,7 @@ ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
           dh = std::move(da);
           for (Tensor& codes : of_rows.operands) codes.reset();  // dgrad has read them
           return needs.matrices[inputs]
-                     ? quantize_hidden(experts, t.order, gates, false, true, found.amaxes.hidden)
+                     ? quantize_hidden(experts, t.order, gates, true, false, found.amaxes.hidden)
                      : Rows();
         });
     out.matrices[inputs] = std::move(d.b);

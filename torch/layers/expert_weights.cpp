@@ -7,11 +7,6 @@
 namespace minifloat::torch_ops {
 namespace {
 
-// Returns whether the columns of each matrix are adjacent, without overlap.
-bool has_adjacent_columns(const Tensor& t) {
-  return (t.sym_stride(-1) == 1 || t.sym_size(-1) == 1) && t.sym_stride(-2) >= t.sym_size(-1);
-}
-
 // Returns whether the sums of Four Over Six run along the rows of W, where blocks are 2D.
 bool reads_rows(const PreparedRecipe& recipe) {
   const auto reads = [&](Place place) {
@@ -21,6 +16,10 @@ bool reads_rows(const PreparedRecipe& recipe) {
 }
 
 }  // namespace
+
+bool has_adjacent_columns(const Tensor& t) {
+  return (t.sym_stride(-1) == 1 || t.sym_size(-1) == 1) && t.sym_stride(-2) >= t.sym_size(-1);
+}
 
 Directions quantize_expert_weights(const char* op, const PreparedRecipe& recipe, const Tensor& w,
                                    const Needed& row, const Needed& col, const ModuleState& state) {

@@ -12,6 +12,9 @@ namespace minifloat::torch_ops {
 // backward, where it saves the results of at::transpose.
 inline Tensor transposed_matrices(const Tensor& t) { return t.permute({0, 2, 1}); }
 
+// Returns whether the columns of each matrix are adjacent, without overlap.
+bool has_adjacent_columns(const Tensor& t);
+
 // Quantizes W rowwise for fprop and columnwise for dgrad. Raises ValueError where neither its rows
 // nor its columns are adjacent. op: for errors
 Directions quantize_expert_weights(const char* op, const PreparedRecipe& recipe, const Tensor& w,

@@ -55,11 +55,11 @@ struct ExpertTensors {
   std::vector<Tensor> tokens = {};  // the operands of x that a caller gives, for forward alone
 };
 
-// The amaxes that both directions of an operand share, which forward finds and backward's casts
-// take; undefined where a direction has its own.
+// The amaxes that forward finds and backward's casts take; undefined where those find their own.
 struct ExpertAmaxes {
-  Tensor rows, hidden;           // of x's rows and of h: (E)
-  std::vector<Tensor> matrices;  // (E), one a product
+  Tensor rows;                   // of x's rows, which both directions share: (E)
+  Tensor hidden;                 // of h: (E), or of its columns, (E, H)
+  std::vector<Tensor> matrices;  // one a product: (E), or of W's columns, (E, K)
 };
 
 // Which gradients backward computes.

@@ -84,6 +84,18 @@ Directions input_operands_of(const GroupedCall& call, at::TensorList operands, c
                            matrix.sym_size(0), row, col, table.sym_size(1) - 1);
 }
 
+// Returns the amax that backward's cast of W takes, where forward reads codes of it.
+Tensor kept_amax_of_codes(const GroupedCall& call, const Tensor& w) {
+  const PreparedRecipe& recipe = call.recipe;
+  const Tensor &row = call.weight_operands[2], &col = call.weight_operands[6];
+  const bool is_of_rows = finds_amaxes_of_columns(recipe.specs[kFpropW], recipe.specs[kDgradW]) &&
+                          has_adjacent_columns(w) && !call.sharding && col.numel() > 0;
+  const Tensor& amax = is_of_rows ? col : row;
+  if (amax.numel() == 0) return {};
+  bridge::check_memory_if_real(kGroupedMm, "weight_operands", amax);
+  return is_of_rows ? amax.clone() : amax_of_both(recipe, kFpropW, kDgradW, amax);
+}
+
 // Returns W, the transpose of B, in both directions: quantized here, or by the caller. Where
 // backward quantizes W again, the columnwise direction has its amax alone.
 Directions weight_operands_of(const GroupedCall& call, const Tensor& b, at::ScalarType dtype,
@@ -97,22 +109,16 @@ Directions weight_operands_of(const GroupedCall& call, const Tensor& b, at::Scal
                             (col.is_needed && recipe.specs[kDgradW].is_bf16());
   if (reads_weight) bridge::check_memory_if_real(kGroupedMm, "B", b);
   const Tensor w = transposed_matrices(reads_weight ? to_dtype(b, dtype) : b);
-  if (casts_later) {
-    Directions out = quantize_expert_weights(kGroupedMm, recipe, w, row, {kDgradW, false}, state);
-    out.second.amax = amax_of_both(recipe, kFpropW, kDgradW, out.first.amax);
-    return out;
-  }
+  state.casts_other_later = casts_later || call.keeps_amax;
+  if (casts_later)
+    return quantize_expert_weights(kGroupedMm, recipe, w, row, {kDgradW, false}, state);
   const Directions out =
       has_codes ? prequantized_both(recipe, kGroupedMm, "weight_operands", call.weight_operands, w,
                                     w.sym_size(1), row, col, w.sym_size(0))
                 : quantize_expert_weights(kGroupedMm, recipe, w, row, col, state);
   if (has_codes) record_amaxes(recipe, row, col, state, out, call.sharding.has_value());
-  if (!call.keeps_amax) return out;
   // Also of codes: a checkpoint's second forward may read some where the first cast W.
-  const Tensor& amax = out.first.amax;
-  if (has_codes && amax.defined())
-    bridge::check_memory_if_real(kGroupedMm, "weight_operands", amax);
-  *call.keeps_amax = amax_of_both(recipe, kFpropW, kDgradW, amax);
+  if (call.keeps_amax) *call.keeps_amax = has_codes ? kept_amax_of_codes(call, w) : out.second.amax;
   return out;
 }
 

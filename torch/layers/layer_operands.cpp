@@ -45,8 +45,9 @@ void check_operands(const Tensor& x, const std::string& of, const std::optional<
   }
 }
 
-// Appends the four tensors of one direction; empty ones where it is not needed, or is bf16. Values
-// that a product reads come without codes, also from a cast that writes both.
+// Appends the four tensors of one direction; empty ones where it is not needed, except for an amax
+// that a later cast takes, or is bf16. Values that a product reads come without codes, also from a
+// cast that writes both.
 void append(std::vector<Tensor>& list, const PreparedRecipe& recipe, const QuantizedOperand& o,
             const Needed& needed, const Tensor& x) {
   const bool is_absent = !needed.is_needed || recipe.specs[needed.place].is_bf16();
@@ -55,7 +56,7 @@ void append(std::vector<Tensor>& list, const PreparedRecipe& recipe, const Quant
   };
   push(needed.decoded ? Tensor() : o.codes, at::kByte);
   push(o.scale, at::kFloat);
-  push(o.amax, at::kFloat);
+  list.push_back(o.amax.defined() ? o.amax : at::empty({0}, x.options().dtype(at::kFloat)));
   push(o.decoded, at::kBFloat16);
 }
 

@@ -225,6 +225,9 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
   // The caller may pass the transpose of a matrix, with its directions exchanged.
   if (state.amax)
     (kOperands[col.place].columnwise ? options.amax_col : options.amax_row) = state.amax;
+  options.amaxes_of_columns =
+      state.casts_other_later && row.is_needed && !col.is_needed && !state.sharding &&
+      finds_amaxes_of_columns(recipe.specs[row.place], recipe.specs[col.place]);
   options.fp8_row = writes_fp8(recipe, x, row, state);
   options.fp8_col = writes_fp8(recipe, x, col, state);
   if (state.groups.table && options.rng && !row_text.empty()) options.row_ids = state.row_ids;
@@ -256,6 +259,11 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
   if (row.is_needed && is_bf16(row)) out.first = unquantized(x);
   if (col.is_needed && is_bf16(col)) out.second = unquantized(transposed(x));
   if (!raises_history) record_amaxes(recipe, row, col, state, out, cut.has_value());
+  if (state.casts_other_later && !plan.options.amaxes_of_columns) {
+    const QuantizedOperand& cast = row.is_needed ? out.first : out.second;
+    (row.is_needed ? out.second : out.first).amax =
+        amax_of_both(recipe, row.place, col.place, cast.amax);
+  }
   return out;
 }
 
@@ -266,11 +274,10 @@ Tensor amax_of_both(const PreparedRecipe& recipe, Place row, Place col, const Te
 }
 
 Directions quantize_rowwise_first(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,
-                                  const Needed& col, const ModuleState& state) {
+                                  const Needed& col, ModuleState state) {
   if (!state.sharding) {
-    Directions out = quantize_both(recipe, w, row, {col.place, false}, state);
-    out.second.amax = amax_of_both(recipe, kFpropW, kDgradW, out.first.amax);
-    return out;
+    state.casts_other_later = true;
+    return quantize_both(recipe, w, row, {col.place, false}, state);
   }
   auto [row_text, col_text, options] = plan_cast(recipe, w, row, col, state);
   Directions out;

@@ -71,6 +71,9 @@ struct ModuleState {
   // The amax of the columnwise operand under a scale that is not delayed; none: it is computed.
   std::optional<Tensor> amax = {};
   bool is_recorded = false;  // whether the history has the amaxes of delayed operands already
+  // Whether the other direction is cast in backward. Its operand then has the amax that this later
+  // cast takes, where one read finds both, and nothing else.
+  bool casts_other_later = false;
   // Of experts: the groups of x and g, whose unit is that of wgrad's columns, and the numbers of
   // their rows and of the first group or matrix.
   Groups groups = {};
@@ -114,11 +117,17 @@ inline bool has_amax_of_values(const Spec& spec) {
 // Undefined: each direction has an amax of its own, or one of a history.
 Tensor amax_of_both(const PreparedRecipe& recipe, Place row, Place col, const Tensor& amax);
 
+// Returns whether a rowwise cast also finds the amaxes of the columns, by which the columnwise one
+// scales.
+inline bool finds_amaxes_of_columns(const Spec& row, const Spec& col) {
+  return row.has_row_amax() && col.has_row_amax() && row.transform == 0 && col.transform == 0;
+}
+
 // Quantizes a weight rowwise, in a forward pass after which backward quantizes it columnwise by
-// quantize_columnwise_later. The columnwise operand has the amax that this later cast takes, and
-// nothing else. Ranks exchange amaxes in the forward pass alone.
+// quantize_columnwise_later (ModuleState::casts_other_later). Ranks exchange amaxes in the forward
+// pass alone.
 Directions quantize_rowwise_first(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,
-                                  const Needed& col, const ModuleState& state);
+                                  const Needed& col, ModuleState state);
 
 // Quantizes a weight columnwise in backward, where quantize_rowwise_first has cast it rowwise.
 // amax: that operation's; undefined: the cast finds it

@@ -203,15 +203,13 @@ Operands cast_h(const SwiGluArguments& a, const std::string& row, const std::str
 
 // The op, with real tensors or on the Meta device.
 template <bool kIsMeta>
-EightTensors quantize_swiglu_op(const Tensor& product, const MaybeTensor& other,
-                                const Tensor& weights, const std::string& row,
-                                const std::string& col, std::optional<double> limit, double alpha,
-                                bool interleaved, const MaybeTensor& pairs,
-                                const MaybeTensor& groups, std::int64_t unit,
-                                const MaybeTensor& amax_row, const MaybeTensor& amax_col,
-                                const MaybeTensor& rng, std::int64_t stream_row,
-                                std::int64_t stream_col, const MaybeTensor& row_ids,
-                                std::int64_t first_expert, bool decoded_row, bool decoded_col) {
+EightTensors quantize_swiglu_op(
+    const Tensor& product, const MaybeTensor& other, const Tensor& weights, const std::string& row,
+    const std::string& col, std::optional<double> limit, double alpha, bool interleaved,
+    const MaybeTensor& pairs, const MaybeTensor& groups, std::int64_t unit,
+    const MaybeTensor& amax_row, const MaybeTensor& amax_col, const MaybeTensor& rng,
+    std::int64_t stream_row, std::int64_t stream_col, const MaybeTensor& row_ids,
+    std::int64_t first_expert, bool decoded_row, bool decoded_col, bool amaxes_of_columns) {
   const SwiGluArguments a = {"quantize_swiglu", product, other, weights, limit, alpha,
                              interleaved,       pairs,   groups};
   const torch_ops::QuantizeOptions options = {.amax_row = amax_row,
@@ -221,6 +219,7 @@ EightTensors quantize_swiglu_op(const Tensor& product, const MaybeTensor& other,
                                               .stream_col = stream_col,
                                               .decoded_row = decoded_row,
                                               .decoded_col = decoded_col,
+                                              .amaxes_of_columns = amaxes_of_columns,
                                               .groups = {groups, unit},
                                               .row_ids = row_ids,
                                               .first_expert = first_expert};
@@ -268,7 +267,8 @@ Operands quantize_swiglu(const SwiGluArguments& of, const std::string& row, cons
       op.call(of.product, of.other, of.weights, row, col, of.limit, of.alpha, of.interleaved,
               of.pairs, options.groups.table, options.groups.unit, options.amax_row,
               options.amax_col, options.rng, options.stream_row, options.stream_col,
-              options.row_ids, options.first_expert, options.decoded_row, options.decoded_col);
+              options.row_ids, options.first_expert, options.decoded_row, options.decoded_col,
+              options.amaxes_of_columns);
   return {{codes_row, scale_row, amax_row, decoded_row},
           {codes_col, scale_col, amax_col, decoded_col}};
 }

@@ -58,13 +58,13 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const st
       const Tensor&, const std::string&, const std::string&, const std::optional<Tensor>&,
       const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t, std::int64_t,
       c10::SymIntArrayRef, const std::optional<Tensor>&, std::int64_t, const std::optional<Tensor>&,
-      std::int64_t, const std::optional<Tensor>&, bool, bool, bool, bool);
+      std::int64_t, const std::optional<Tensor>&, bool, bool, bool, bool, bool);
   static const auto op = find<Signature>("minifloat::quantize");
-  return both_of(op.call(x, row, col, options.amax_row, options.amax_col, options.rng,
-                         options.stream_row, options.stream_col, options.origin,
-                         options.groups.table, options.groups.unit, options.row_ids,
-                         options.first_expert, options.groups.rows_from, options.decoded_row,
-                         options.decoded_col, options.fp8_row, options.fp8_col));
+  return both_of(
+      op.call(x, row, col, options.amax_row, options.amax_col, options.rng, options.stream_row,
+              options.stream_col, options.origin, options.groups.table, options.groups.unit,
+              options.row_ids, options.first_expert, options.groups.rows_from, options.decoded_row,
+              options.decoded_col, options.fp8_row, options.fp8_col, options.amaxes_of_columns));
 }
 
 Tensor amax(const Tensor& x, const std::string& spec, bool columnwise,

@@ -48,6 +48,9 @@ struct QuantizeOptions {
   bool decoded_row = false, decoded_col = false;
   // Writes FP4 as fp4_as_fp8 does: float8_e4m3fn codes (…, rows, padded_cols), and row scales.
   bool fp8_row = false, fp8_col = false;
+  // Beside a rowwise direction alone, whose scale is a row's: also returns max |x| of each column,
+  // as the amax of the absent columnwise direction.
+  bool amaxes_of_columns = false;
   std::array<c10::SymInt, 2> origin = {0, 0};  // of x within the whole
   Groups groups = {};                          // of the rows of x
   std::optional<Tensor> row_ids = {};          // int32 (rows): rowwise rows of the random counter

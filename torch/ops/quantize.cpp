@@ -130,6 +130,7 @@ struct SharedArguments {
   torch_ops::Groups groups;
   const std::optional<Tensor>& row_ids;
   std::int64_t first_expert;
+  bool amaxes_of_columns;
   const torch_ops::CastOfComputed* of = nullptr;  // of values like x; null: x has the values
 };
 
@@ -166,7 +167,7 @@ void check_direction(const Tensor& x, const DirectionArguments& d, const SharedA
 }
 
 void check_shared(const Tensor& x, const SharedArguments& shared, std::size_t origin_size) {
-  const auto& [rng, groups, row_ids, first_expert, of] = shared;
+  const auto& [rng, groups, row_ids, first_expert, amaxes_of_columns, of] = shared;
   TORCH_CHECK_VALUE(origin_size == 2, "quantize: expected origin as (row, column), got ",
                     origin_size, " numbers");
   if (rng) bridge::check_rng("quantize", *rng, x);
@@ -193,6 +194,23 @@ void check_arguments(const Tensor& x, const DirectionArguments& row, const Direc
   check_direction(x, col, shared);
   TORCH_CHECK_VALUE(row.spec || col.spec,
                     "quantize: expected a rowwise or a columnwise operand, got neither");
+  TORCH_CHECK_VALUE(
+      !shared.amaxes_of_columns ||
+          (row.spec && !col.spec && row.spec->has_row_amax() && row.spec->transform == 0),
+      "quantize: expected amaxes_of_columns of values that are cast rowwise alone, under an "
+      "untransformed scale a row, got ",
+      row.spec ? row.spec->str() : "no spec", " rowwise and ",
+      col.spec ? col.spec->str() : "no spec", " columnwise");
+}
+
+// Allocates the amaxes of columns as a direction that has nothing else.
+QuantizedOperand allocate_amaxes_of_columns(const Tensor& x, const torch_ops::Groups& groups) {
+  auto shape = x.sym_sizes().vec();
+  shape.erase(shape.end() - 2);
+  if (groups.table) shape.insert(shape.begin(), groups.table->sym_size(1) - 1);
+  QuantizedOperand out = absent(x);
+  out.amax = torch_ops::empty(x, shape, at::kFloat);
+  return out;
 }
 
 QuantizedOperand allocate_direction(const Tensor& x, const DirectionArguments& d,
@@ -208,16 +226,19 @@ EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::s
                            c10::SymIntArrayRef origin, const std::optional<Tensor>& groups,
                            std::int64_t unit, const std::optional<Tensor>& row_ids,
                            std::int64_t first_expert, const std::optional<Tensor>& rows_from,
-                           bool decoded_row, bool decoded_col, bool fp8_row, bool fp8_col) {
+                           bool decoded_row, bool decoded_col, bool fp8_row, bool fp8_col,
+                           bool amaxes_of_columns) {
   bridge::check_values("quantize", x);
   const DirectionArguments r =
       direction_arguments(false, row, amax_row, stream_row, decoded_row, fp8_row);
   const DirectionArguments c =
       direction_arguments(true, col, amax_col, stream_col, decoded_col, fp8_col);
-  const SharedArguments shared = {rng, {groups, unit, rows_from}, row_ids, first_expert};
+  const SharedArguments shared = {
+      rng, {groups, unit, rows_from}, row_ids, first_expert, amaxes_of_columns};
   check_arguments(x, r, c, shared, origin.size());
-  return torch_ops::eight_tensors(
-      {allocate_direction(x, r, shared.groups), allocate_direction(x, c, shared.groups)});
+  return torch_ops::eight_tensors({allocate_direction(x, r, shared.groups),
+                                   amaxes_of_columns ? allocate_amaxes_of_columns(x, shared.groups)
+                                                     : allocate_direction(x, c, shared.groups)});
 }
 
 template <class T>
@@ -285,6 +306,7 @@ void fill(TensorRef in, const DirectionArguments& r, const QuantizedOperand& out
   OperandHolder row, col;
   if (r.spec) fill_operand(row, r, out_row, inputs);
   if (c.spec) fill_operand(col, c, out_col, inputs);
+  if (shared.amaxes_of_columns) row.operand.amaxes_of_columns = data_or_null<float>(out_col.amax);
   const Operand *to_row = r.spec ? &row.operand : nullptr,
                 *to_col = c.spec ? &col.operand : nullptr;
   bridge::with_value_errors([&] {
@@ -301,16 +323,18 @@ EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std:
                              const std::optional<Tensor>& groups, std::int64_t unit,
                              const std::optional<Tensor>& row_ids, std::int64_t first_expert,
                              const std::optional<Tensor>& rows_from, bool decoded_row,
-                             bool decoded_col, bool fp8_row, bool fp8_col) {
+                             bool decoded_col, bool fp8_row, bool fp8_col, bool amaxes_of_columns) {
   const TensorRef in = bridge::tensor_ref("quantize", x);
   const DirectionArguments r =
       direction_arguments(false, row, amax_row, stream_row, decoded_row, fp8_row);
   const DirectionArguments c =
       direction_arguments(true, col, amax_col, stream_col, decoded_col, fp8_col);
-  const SharedArguments shared = {rng, {groups, unit, rows_from}, row_ids, first_expert};
+  const SharedArguments shared = {
+      rng, {groups, unit, rows_from}, row_ids, first_expert, amaxes_of_columns};
   check_arguments(x, r, c, shared, sym_origin.size());
   const QuantizedOperand out_row = allocate_direction(x, r, shared.groups),
-                         out_col = allocate_direction(x, c, shared.groups);
+                         out_col = amaxes_of_columns ? allocate_amaxes_of_columns(x, shared.groups)
+                                                     : allocate_direction(x, c, shared.groups);
   fill(in, r, out_row, c, out_col, shared, C10_AS_INTARRAYREF_SLOW(sym_origin),
        bridge::ExecutionOn(x));
   return torch_ops::eight_tensors({out_row, out_col});
@@ -356,8 +380,9 @@ std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
     if (c.spec && c.spec->delayed) c.history = entries_of(history, row_of_col, amax_col);
   }
   const c10::IntArrayRef origin = C10_AS_INTARRAYREF_SLOW(options.origin);
-  const SharedArguments shared = {options.rng, options.groups, options.row_ids,
-                                  options.first_expert, of};
+  const SharedArguments shared = {
+      options.rng, options.groups, options.row_ids, options.first_expert, options.amaxes_of_columns,
+      of};
   check_arguments(x, r, c, shared, origin.size());
   const bridge::ExecutionOn here(x);
   const auto output = [&](const DirectionArguments& d) -> QuantizedOperand {
@@ -366,6 +391,7 @@ std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
     return allocate_together(x, d, d.read_of(x, options.groups));
   };
   std::pair<QuantizedOperand, QuantizedOperand> out = {output(r), output(c)};
+  if (options.amaxes_of_columns) out.second = allocate_amaxes_of_columns(x, options.groups);
   fill(in, r, out.first, c, out.second, shared, origin, here);
   return out;
 }

@@ -32,7 +32,7 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor? rng=None, int stream_row=0, int stream_col=0, SymInt[2] origin=0, "
       "Tensor? groups=None, int group_unit=0, Tensor? row_ids=None, int first_expert=0, "
       "Tensor? rows_from=None, bool decoded_row=False, bool decoded_col=False, "
-      "bool fp8_row=False, bool fp8_col=False) -> "
+      "bool fp8_row=False, bool fp8_col=False, bool amaxes_of_columns=False) -> "
       "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
       "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
       tags);
@@ -239,7 +239,8 @@ TORCH_LIBRARY(minifloat, m) {
       "float? limit=None, float alpha=1.702, bool interleaved=False, Tensor? pairs=None, "
       "Tensor? groups=None, int group_unit=0, Tensor? amax_row=None, Tensor? amax_col=None, "
       "Tensor? rng=None, int stream_row=0, int stream_col=0, Tensor? row_ids=None, "
-      "int first_expert=0, bool decoded_row=False, bool decoded_col=False) -> "
+      "int first_expert=0, bool decoded_row=False, bool decoded_col=False, "
+      "bool amaxes_of_columns=False) -> "
       "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
       "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
       tags);

@@ -21,6 +21,8 @@ bool scales_by_whole(const Operand* o) {
 bool launch(const QuantizeArgs& args, bool rowwise, bool columnwise, const void* context,
             const Execution& execution) {
   const SwiGluArgs& of = *static_cast<const SwiGluArgs*>(context);
+  if (args.amaxes_of_columns)
+    return !columnwise && launch_swiglu_rows_and_amaxes_of_columns(of, args, execution);
   if (columnwise) return launch_swiglu_tiles(of, args, rowwise, &execution);
   return launch_swiglu_whole_rows(of, args, execution) || launch_swiglu_rows(of, args, execution);
 }
@@ -70,6 +72,7 @@ bool quantize_swiglu_in_one(const SwiGlu& of, const Operand* rowwise, const Oper
   if (of.dtype != DType::kBFloat16 || of.width % kVec != 0 || !args.is_aligned) return false;
   const TensorRef h = of.h_at(of.gate);
   if (quantize_by(h, rowwise, columnwise, launch, &args, execution)) return true;
+  if (rowwise && rowwise->amaxes_of_columns) return false;
   // Groups have amaxes of their own.
   constexpr std::int64_t kMostVecs = std::int64_t{1} << 30;
   if (of.groups || of.rows * of.width / kSwiGluVec > kMostVecs) return false;

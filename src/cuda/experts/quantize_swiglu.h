@@ -15,6 +15,9 @@ struct SwiGluArgs;     // swiglu.cuh
 // Cast rowwise: with a scale a row, or with any other.
 bool launch_swiglu_whole_rows(const SwiGluArgs& of, const QuantizeArgs& args,
                               const Execution& execution);
+// The same with a scale a row, and the amaxes of the columns of groups.
+bool launch_swiglu_rows_and_amaxes_of_columns(const SwiGluArgs& of, const QuantizeArgs& args,
+                                              const Execution& execution);
 bool launch_swiglu_rows(const SwiGluArgs& of, const QuantizeArgs& args, const Execution& execution);
 
 // Casts columnwise, and rowwise as well where that is set.   execution: null: only whether a kernel

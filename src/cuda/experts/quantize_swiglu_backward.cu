@@ -39,6 +39,7 @@ class Planner {
     auto& self = *static_cast<Planner*>(const_cast<void*>(context));
     const int i = self.matrix_, of = i == 2;
     const bool fits =
+        !args.amaxes_of_columns &&
         (!rowwise || self.keep(args.row, self.plans_.row[of], i, false)) &&
         (!columnwise || self.keep(args.col, i == 1 ? self.plans_.h : self.plans_.col[of], i, true));
     return fits && self.plan_from(i + 1, execution);

@@ -20,6 +20,7 @@ struct QuantizeArgs {
   std::int64_t batch;
   Spec row_spec, col_spec;
   KernelOperand row, col;
+  float* amaxes_of_columns = nullptr;  // Operand's
 };
 
 // ---- By rows ------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ using Table = List<
     // ---- Both
     Pair<Tensor, Tensor, kEveryTile | kFp32TilesWalk>,
     Pair<TensorE5m2, TensorE5m2, kOfMemoryTiles>,
-    Pair<Row, Row, kOfMemoryTiles | kFp32TilesWalk | kSwiGluMatrixWalk>,
+    Pair<Row, Row, kEveryTile | kFp32TilesWalk>,
     Pair<Block, Block, kEveryTile | kFp32TilesWalk>,
     Pair<Block2d, Block2d, kTilesWalk | kFp32TilesWalk>,
     Pair<Mxfp8, Mxfp8, kEveryTile | kFp32TilesWalk>,

@@ -300,6 +300,12 @@ bool leave_amax_to_cast(PlannedOperand& d, bool is_alone, const Execution& execu
   return true;
 }
 
+void write_amaxes_of_columns(const TensorRef& x, const Operand* rowwise,
+                             const Execution& execution) {
+  if (rowwise && rowwise->amaxes_of_columns)
+    cuda::amax(x, {rowwise->spec, true}, rowwise->amaxes_of_columns, execution);
+}
+
 }  // namespace
 
 bool quantize_by(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
@@ -309,6 +315,7 @@ bool quantize_by(const TensorRef& x, const Operand* rowwise, const Operand* colu
   std::optional<PlannedOperand> row, col;
   if (rowwise) {
     args.row_spec = rowwise->spec;
+    args.amaxes_of_columns = rowwise->amaxes_of_columns;
     row.emplace(x, *rowwise, false, execution);
     if (!leave_amax_to_cast(*row, !columnwise, execution)) return false;
     args.row = row->plan();
@@ -336,13 +343,20 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
   if (x.batch * x.rows * x.cols == 0 && !has_columns_of_groups) {
     if (row) row->write_empty(execution);
     if (col) col->write_empty(execution);
+    write_amaxes_of_columns(x, rowwise, execution);
     return;
   }
   if (rowwise) args.row_spec = rowwise->spec;
+  if (rowwise) args.amaxes_of_columns = rowwise->amaxes_of_columns;
   if (columnwise) args.col_spec = columnwise->spec;
-  if (row && !col && row->is_of_rows() && row->needs_current_amax()) {
+  const bool finds_rows = row && !col && row->is_of_rows() && row->needs_current_amax();
+  if (finds_rows) {
     row->leave_amax();
     args.row = row->plan();
+    if (rowwise->amaxes_of_columns && launch_rows_and_amaxes_of_columns(args, execution)) return;
+  }
+  write_amaxes_of_columns(x, rowwise, execution);
+  if (finds_rows) {
     if (launch_whole_rows(args, execution)) return;
     row->take_amax(row->current_amax());
   }

@@ -13,9 +13,11 @@ void launch_general(const QuantizeArgs& args, bool columnwise, const Execution& 
 void launch_general_by_values(const QuantizeArgs& args, bool columnwise,
                               const Execution& execution);
 
-// Casts rowwise with a scale a row, whose amax comes from the same read: a block holds a whole row.
-// Returns false, and launches nothing, where the rows do not fit.
+// Cast rowwise with a scale a row, whose amax comes from the same read: a warp or a block holds a
+// whole row. The latter also finds the amaxes of the columns of bf16 matrices. Return false, and
+// launch nothing, where the rows do not fit.
 bool launch_whole_rows(const QuantizeArgs& args, const Execution& execution);
+bool launch_rows_and_amaxes_of_columns(const QuantizeArgs& args, const Execution& execution);
 
 // Cast by a preset kernel: rowwise, matrices of whole vec16s; or columnwise, and rowwise as well
 // where that is set, matrices of whole tiles. Directions with KernelOperand::row_scale are written

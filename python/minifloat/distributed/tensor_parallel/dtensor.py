@@ -162,15 +162,15 @@ def direction_placements(
 def shard_quantize(x: DTensorSpec, row: str, col: str, **options: object) -> list[Rule]:
     """Lists rules of quantize: shards under nearest rounding with every amax they need, or whole.
 
-    Operands with groups are whole, and so is FP4 written as FP8. DTensor redistributes no keyword
-    arguments, so the placement of a passed amax selects the rule.
+    Operands with groups are whole, and so are FP4 written as FP8 and amaxes of columns. DTensor
+    redistributes no keyword arguments, so the placement of a passed amax selects the rule.
     """
     passed = {
         name: spec.placements for name, spec in options.items() if hasattr(spec, "placements")
     }
     rules: list[Rule] = []
     as_fp8 = options.get("fp8_row") or options.get("fp8_col")
-    is_whole = "rng" in passed or "groups" in passed or as_fp8
+    is_whole = "rng" in passed or "groups" in passed or as_fp8 or options.get("amaxes_of_columns")
     for dim in (None,) if is_whole else (None, x.ndim - 2, x.ndim - 1):
         by_row = direction_placements(x, row, False, "amax_row" in passed, dim)
         by_col = direction_placements(x, col, True, "amax_col" in passed, dim)
