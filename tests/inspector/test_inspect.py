@@ -295,9 +295,9 @@ def test_what_waits_for_others_of_its_shape(monkeypatch):
     """Layers are measured together up to a number of elements, and experts layer by layer."""
     groups, measure = [], inspector.Numbers.measure
 
-    def recorded(self, recipe, cases):
-        groups.append([case.product.layer.module for case in cases])
-        measure(self, recipe, cases)
+    def recorded(self, products):
+        groups.append([product.layer.module for product in products])
+        measure(self, products)
 
     monkeypatch.setattr(inspector.Numbers, "measure", recorded)
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(6)))

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from functools import lru_cache
+from itertools import repeat
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -136,69 +137,61 @@ def inspect(
 # ---- the numbers of a layer ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Case:
-    """A product under one recipe, and what it computes: y, dx and dW."""
-
-    product: Product
-    history: Tensor | None
-    results: Sequence[Tensor]
-    exact: Sequence[Tensor]
-
-
 class Numbers:
     """The numbers of all products.
 
-    vectors: (layer, recipe) -> a vector a product: the statistics of the six operands, zeros of
-        one in high precision, then four sums for each of y, dx and dW.
+    keys: the (layer, recipe) of each vector, in their order.
+    vectors: matrices, a row a product: the statistics of the six operands, zeros of one in high
+        precision, then four sums for each of y, dx and dW.
     operations, tokens: by layer.
     """
 
     def __init__(self) -> None:
-        self.vectors: dict[tuple[str, str], list[Tensor]] = {}
+        self.keys: list[tuple[str, str]] = []
+        self.vectors: list[Tensor] = []
         self.operations: dict[str, int] = {}
         self.tokens: dict[str, int] = {}
-        # Cases of one recipe, shape and dtype, which wait for others of theirs.
-        self.waiting: dict[tuple[object, ...], tuple[Recipe, list[Case]]] = {}
-        self.elements = 0  # of what they computed
+        # Products of one shape and dtype under the same recipes, which wait for others of theirs.
+        self.waiting: dict[tuple[object, ...], list[Product]] = {}
+        self.elements = 0  # of what they will compute
 
     def add(self, product: Product) -> None:
         """Adds a product under each recipe of its layer."""
-        layer, x, weight, g = product.layer, product.x, product.weight, product.g
-        exact = F.linear(x, weight), g @ weight, g.t() @ x
+        layer, x, weight = product.layer, product.x, product.weight
         name = layer.name
         self.operations[name] = self.operations.get(name, 0) + x.shape[0] * weight.numel()
         self.tokens[name] = max(self.tokens.get(name, 0), product.tokens)
-        for recipe in layer.recipes:
-            history = history_of(layer, recipe, product)
-            results = results_of(product, recipe, history, rng_of(recipe, x))
-            key = recipe.text, x.shape, weight.shape, x.dtype
-            _, cases = self.waiting.setdefault(key, (recipe, []))
-            cases.append(Case(product, history, results, exact))
-            self.elements += sum(t.numel() for t in (*results, *exact))
-            if self.elements >= MOST_ELEMENTS[x.device.type]:
-                self.finish()
+        key = layer.recipes, x.shape, weight.shape, x.dtype
+        self.waiting.setdefault(key, []).append(product)
+        of_one = x.numel() + weight.numel() + product.g.numel()  # y, dx and dW
+        self.elements += 2 * len(layer.recipes) * of_one
+        if self.elements >= MOST_ELEMENTS[x.device.type]:
+            self.finish()
 
     def finish(self) -> None:
         """Measures what waits."""
         while self.waiting:
-            self.measure(*self.waiting.popitem()[1])
+            self.measure(self.waiting.popitem()[1])
         self.elements = 0
 
-    def measure(self, recipe: Recipe, cases: Sequence[Case]) -> None:
-        rng = rng_of(recipe, cases[0].product.x)
-        found = [statistics(cases, row, recipe, rng) for row in range(len(operand_names()))]
-        for number in range(RESULTS):
-            results, exact = [c.results[number] for c in cases], [c.exact[number] for c in cases]
-            gradients = [c.product.g for c in cases] if number == 0 else None
-            found.append(ops.result_error(results, exact, gradients))
-        for case, vector in zip(cases, torch.cat(found, 1)):
-            key = case.product.layer.name, recipe.text
-            self.vectors.setdefault(key, []).append(vector)
-
-
-def rng_of(recipe: Recipe, like: Tensor) -> Tensor | None:
-    return torch.zeros(2, dtype=torch.int64, device=like.device) if recipe.is_stochastic else None
+    def measure(self, products: Sequence[Product]) -> None:
+        """Measures products of one shape, each under the same recipes."""
+        gradients = [p.g for p in products]
+        exact = (
+            [F.linear(p.x, p.weight) for p in products],
+            [p.g @ p.weight for p in products],
+            [p.g.t() @ p.x for p in products],
+        )
+        for recipe in products[0].layer.recipes:
+            draws = recipe.is_stochastic
+            rng = torch.zeros(2, dtype=torch.int64, device=gradients[0].device) if draws else None
+            histories = [history_of(p, recipe) for p in products] if recipe.is_delayed else None
+            results = results_of(products, recipe, histories, rng)
+            found = [statistics(products, name, recipe, histories, rng) for name in operand_names()]
+            found.append(ops.result_error(results[0], exact[0], gradients))
+            found += [ops.result_error(results[i], exact[i]) for i in (1, 2)]
+            self.keys += [(p.layer.name, recipe.text) for p in products]
+            self.vectors.append(torch.cat(found, 1))
 
 
 def spec_of(name: str, recipe: Recipe) -> str:
@@ -207,32 +200,39 @@ def spec_of(name: str, recipe: Recipe) -> str:
     return str(getattr(getattr(recipe, product), side))
 
 
-def statistics(cases: Sequence[Case], row: int, recipe: Recipe, rng: Tensor | None) -> Tensor:
-    """Returns the statistics of an operand, a row a case; zeros of one in high precision.
-
-    row: the operand's, in the order of operand_names.
-    """
-    name = operand_names()[row]
+def statistics(
+    products: Sequence[Product],
+    name: str,
+    recipe: Recipe,
+    histories: Sequence[Tensor] | None,
+    rng: Tensor | None,
+) -> Tensor:
+    """Returns the statistics of an operand, a row a product; zeros of one in high precision."""
     matrix, columnwise, *_ = READS[name]
-    x = [getattr(case.product, matrix) for case in cases]
+    x = [getattr(product, matrix) for product in products]
     spec = Spec.parse(spec_of(name, recipe))
     if spec.is_bf16:
         return torch.zeros(len(x), length(), dtype=torch.float64, device=x[0].device)
-    histories = [case.history for case in cases]
-    amax = [cast(Tensor, history)[row, 0] for history in histories] if spec.is_delayed else None
+    amax = None
+    if spec.is_delayed and histories is not None:
+        amax = [history[operand_names().index(name), 0] for history in histories]
     return ops.operand_statistics(x, spec.text, columnwise, amax=amax, rng=rng)
 
 
+@lru_cache(maxsize=1)
 def length() -> int:
     """Returns the length of the vector of one operand."""
     return ops.operand_statistics([torch.empty(0, 0, device="meta")], "mxfp8").shape[1]
 
 
-def history_of(layer: Layer, recipe: Recipe, product: Product) -> Tensor | None:
+@lru_cache(maxsize=1)
+def statistic_names() -> tuple[str, ...]:
+    return tuple(ops.statistic_names())
+
+
+def history_of(product: Product, recipe: Recipe) -> Tensor:
     """Returns the amax history that delayed scaling reads: the layer's, else of the matrices."""
-    if not recipe.is_delayed:
-        return None
-    state = layer.state
+    state = product.layer.state
     if state is not None and state.amax_history is not None and state.amax_history.dim() == 2:
         return state.amax_history.clone()
     amaxes = [getattr(product, READS[name][0]).abs().amax().float() for name in operand_names()]
@@ -240,14 +240,22 @@ def history_of(layer: Layer, recipe: Recipe, product: Product) -> Tensor | None:
 
 
 def results_of(
-    product: Product, recipe: Recipe, history: Tensor | None, rng: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns y, dx and dW under a recipe, as a layer computes them."""
-    x, weight = (t.detach().requires_grad_() for t in (product.x, product.weight))
+    products: Sequence[Product],
+    recipe: Recipe,
+    histories: Sequence[Tensor] | None,
+    rng: Tensor | None,
+) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+    """Returns y, dx and dW of the products under a recipe, as a layer computes them."""
+    x = [p.x.detach().requires_grad_() for p in products]
+    weights = [p.weight.detach().requires_grad_() for p in products]
     with torch.enable_grad():
-        y = ops.linear(x, weight, None, recipe.text, rng=rng, amax_history=history)
-        dx, dw = torch.autograd.grad(y, (x, weight), product.g)
-    return y.detach(), dx, dw
+        outputs = [
+            ops.linear(*matrices, None, recipe.text, rng=rng, amax_history=history)
+            for *matrices, history in zip(x, weights, histories or repeat(None))
+        ]
+        # One call for all: on a GPU each hands its work to another thread, and waits for it.
+        found = torch.autograd.grad(outputs, [*x, *weights], [p.g for p in products])
+    return [y.detach() for y in outputs], found[: len(x)], found[len(x) :]
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -257,25 +265,23 @@ def rows_of(layers: Iterable[Layer], numbers: Numbers) -> Iterable[LayerRow]:
     """Yields the rows, after one copy from the device."""
     if not numbers.vectors:
         return
-    lengths = [len(vectors) for vectors in numbers.vectors.values()]
-    flat = torch.stack([v for vectors in numbers.vectors.values() for v in vectors]).cpu()
-    by_key = dict(zip(numbers.vectors, flat.split(lengths)))
+    places: dict[tuple[str, str], list[int]] = {}
+    for place, key in enumerate(numbers.keys):
+        places.setdefault(key, []).append(place)
+    flat = torch.cat(numbers.vectors).cpu()
     for layer in layers:
         operations, tokens = (of.get(layer.name, 0) for of in (numbers.operations, numbers.tokens))
         for recipe in layer.recipes:
-            if (vectors := by_key.get((layer.name, recipe.text))) is not None:
-                yield row_of(layer, recipe, vectors, operations, tokens)
+            if (found := places.get((layer.name, recipe.text))) is not None:
+                yield row_of(layer, recipe, flat[found], operations, tokens)
 
 
 def row_of(layer: Layer, recipe: Recipe, vectors: Tensor, operations: int, tokens: int) -> LayerRow:
     """Returns the row of a layer from the vectors of its products."""
-    names, size = operand_names(), length()
-    operands = []
-    for number, name in enumerate(names):
-        part = vectors[:, number * size : (number + 1) * size]
-        if part[:, 0].any():
-            operands.append(operand_row(name, spec_of(name, recipe), part))
-    sums = vectors[:, len(names) * size :].sum(0).view(RESULTS, SUMS).tolist()
+    end = len(operand_names()) * length()
+    parts = zip(operand_names(), statistics_of_all(vectors[:, :end]))
+    operands = [operand_row(name, spec_of(name, recipe), part) for name, part in parts if part[0]]
+    sums = vectors[:, end:].sum(0).view(RESULTS, SUMS).tolist()
     y, dx, dw = (ratio(error, whole) ** 0.5 for error, whole, *_ in sums)
     first, second = sums[0][2:]
     second *= tokens / 2
@@ -283,12 +289,20 @@ def row_of(layer: Layer, recipe: Recipe, vectors: Tensor, operations: int, token
     return LayerRow(*where, operations, y, dx, dw, first, second, tuple(operands))
 
 
-def operand_row(name: str, spec: str, part: Tensor) -> OperandRow:
-    """Returns the row of an operand from a vector a product; what is NaN there is not known."""
-    names, added = ops.statistic_names(), part.sum(0).tolist()
-    n = dict(zip(names, added))
+def statistics_of_all(vectors: Tensor) -> list[list[float]]:
+    """Returns the numbers of each operand: sums over its products, but the largest amax."""
+    parts, amax = vectors.unflatten(1, (-1, length())), statistic_names().index("amax")
+    added = parts.sum(0)
+    added[:, amax] = parts[:, :, amax].amax(0)
+    return added.tolist()
+
+
+def operand_row(name: str, spec: str, numbers: Sequence[float]) -> OperandRow:
+    """Returns the row of an operand from its numbers; what is NaN there is not known."""
+    names = statistic_names()
+    n = dict(zip(names, numbers))
     noise = ratio(n["noise"], n["signal"])
-    counts = {i - 127: int(c) for i, c in enumerate(added[len(names) :]) if c}
+    counts = {i - 127: int(c) for i, c in enumerate(numbers[len(names) :]) if c}
     return OperandRow(
         operand=name,
         spec=spec,
@@ -300,7 +314,7 @@ def operand_row(name: str, spec: str, part: Tensor) -> OperandRow:
         channels=int(n["channels"]),
         outlier_channels=int(n["outlier_channels"]),
         nonfinite=int(n["nonfinite"]),
-        amax=part[:, names.index("amax")].max().item(),
+        amax=n["amax"],
         scales=counts,
     )
 

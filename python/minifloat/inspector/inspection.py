@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, BinaryIO
 
 from ..nn.convert.selection import display
@@ -165,7 +165,7 @@ class Inspection:
 
     def json(self) -> str:
         """Returns everything as JSON; numbers that are not finite become null."""
-        return json.dumps(jsonable(asdict(self)), indent=1) + "\n"
+        return json.dumps(jsonable(self)) + "\n"
 
     def recipe_map(self, share: float = 0.9, low: str = "nvfp4", high: str = "bf16") -> RecipeMap:
         """Returns the map that gives `low` to a share of the operations, and the rest `high`.
@@ -271,9 +271,11 @@ def markdown(lines: Sequence[Sequence[str]]) -> str:
 
 
 def jsonable(value: Any) -> Any:
-    """Returns a value with null for numbers that JSON does not have."""
+    """Returns dataclasses as dicts, and null for numbers that JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
+    if is_dataclass(value):
+        value = vars(value)
     if isinstance(value, dict):
         return {str(key): jsonable(each) for key, each in value.items()}
     return [jsonable(each) for each in value] if isinstance(value, (list, tuple)) else value

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._native import ops
 from ..checks import require_bool, require_int
-from ..inspector.inspect import operand_row
+from ..inspector.inspect import operand_row, statistics_of_all
 from ..inspector.inspection import TITLES, OperandRow, cells_of, markdown
 from ..spec import Spec
 from .rules import Rule, apply_rule, require_rule, require_values
@@ -96,7 +96,8 @@ def errors(
         name = rule.name if isinstance(rule, Rule) else Spec.parse(rule).text
         matrices = x if x.dim() == 3 else x[None]
         found = [statistics(matrix, rule, columnwise, seed, stream) for matrix in matrices]
-        rows.append(operand_row("x", name, torch.stack(found).cpu()))
+        (numbers,) = statistics_of_all(torch.stack(found).cpu())
+        rows.append(operand_row("x", name, numbers))
     return Errors(tuple(rows))
 
 

@@ -211,21 +211,24 @@ class Metrics:
         records = [r for r in read_records(self.path) if r["run"] != run or r["step"] <= step]
         write_text(self.path, "".join(json.dumps(record) + "\n" for record in records))
         self.file = self.path.open("a")
-        self.board = SummaryWriter(str(out / "tensorboard" / folder), purge_step=step + 1)
+        self.board: Any = SummaryWriter(str(out / "tensorboard" / folder), purge_step=step + 1)
 
     def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
         """Writes a record, and TensorBoard's events of the numbers in it.
 
         Numbers that are not finite become null, since JSON has no NaN.
         """
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
         numbers = {k: v for k, v in values.items() if isinstance(v, float)}
         finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}
         record = {"run": self.run, "kind": kind, "step": step, **values, **finite}
         try:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-            for key, value in numbers.items():
-                self.board.add_scalar(f"{kind}/{key}", value, step)
+            # One event for all: add_scalar takes 40 µs for each of a look's thousands.
+            named = [{"tag": f"{kind}/{key}", "simple_value": n} for key, n in numbers.items()]
+            self.board.file_writer.add_summary(Summary(value=named), step)
         except OSError as error:
             raise TrainError(
                 f"cannot write {self.path} and tensorboard beside it: {error.strerror or error}"
