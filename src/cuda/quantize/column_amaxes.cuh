@@ -23,8 +23,8 @@ struct ColumnAmaxes {
   }
 };
 
-// The shared memory of a block's columns. Lanes' words are so far apart that a warp's writes and reads
-// meet no bank twice.
+// The shared memory of a block's columns. Lanes' words are so far apart that a warp's
+// writes and reads meet no bank twice.
 template <int kTeam, int kVecs>
 struct SharedColumns {
   static constexpr unsigned kTeams = kThreads / kTeam, kWarps = kTeam / kWarp, kWords = kVec / 2;
