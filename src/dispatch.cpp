@@ -148,8 +148,7 @@ void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) 
   MINIFLOAT_CHECK(
       !operand.amaxes_of_columns || (!columnwise && spec.has_row_amax() && spec.transform == 0),
       "quantize: expected amaxes_of_columns of a rowwise operand with an untransformed scale a "
-      "row, "
-      "got ",
+      "row, got ",
       spec.str(), columnwise ? " columnwise" : "");
   if (operand.row_bytes != 0) check_row_bytes(x, operand, columnwise);
   check_groups("quantize", x, spec, columnwise);
