@@ -216,10 +216,10 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
           return memory.get();
         });
   }
+  if (x.rows_from) return cpu::quantize(GatheredRows(x).x(), rowwise, columnwise, execution);
   if (rowwise && rowwise->amaxes_of_columns)
     cpu::amax(x, {.spec = rowwise->spec, .columnwise = true}, rowwise->amaxes_of_columns,
               execution);
-  if (x.rows_from) return cpu::quantize(GatheredRows(x).x(), rowwise, columnwise, execution);
   if (!x.groups) return quantize_matrices(x, rowwise, columnwise, {x.rows, x.rows}, execution);
   const std::int64_t unit = x.groups.unit,
                      pitch =

@@ -203,13 +203,11 @@ void check_arguments(const Tensor& x, const DirectionArguments& row, const Direc
       col.spec ? col.spec->str() : "no spec", " columnwise");
 }
 
-// Allocates the amaxes of columns as a direction that has nothing else.
-QuantizedOperand allocate_amaxes_of_columns(const Tensor& x, const torch_ops::Groups& groups) {
-  auto shape = x.sym_sizes().vec();
-  shape.erase(shape.end() - 2);
-  if (groups.table) shape.insert(shape.begin(), groups.table->sym_size(1) - 1);
+// Returns the columnwise direction of a cast by `row` that finds the amaxes of columns alone.
+QuantizedOperand allocate_amaxes_of_columns(const Tensor& x, const Spec& row,
+                                            const torch_ops::Groups& groups) {
   QuantizedOperand out = absent(x);
-  out.amax = torch_ops::empty(x, shape, at::kFloat);
+  out.amax = empty(x, as_read(x, row, /*columnwise=*/true, groups).amax(row), at::kFloat);
   return out;
 }
 
@@ -217,6 +215,16 @@ QuantizedOperand allocate_direction(const Tensor& x, const DirectionArguments& d
                                     const torch_ops::Groups& groups) {
   if (!d.spec) return absent(x);
   return allocate(x, d, d.read_of(x, groups));
+}
+
+// The outputs of an op.
+std::pair<QuantizedOperand, QuantizedOperand> allocate_both(const Tensor& x,
+                                                            const DirectionArguments& row,
+                                                            const DirectionArguments& col,
+                                                            const SharedArguments& shared) {
+  return {allocate_direction(x, row, shared.groups),
+          shared.amaxes_of_columns ? allocate_amaxes_of_columns(x, *row.spec, shared.groups)
+                                   : allocate_direction(x, col, shared.groups)};
 }
 
 EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::string& col,
@@ -236,9 +244,7 @@ EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::s
   const SharedArguments shared = {
       rng, {groups, unit, rows_from}, row_ids, first_expert, amaxes_of_columns};
   check_arguments(x, r, c, shared, origin.size());
-  return torch_ops::eight_tensors({allocate_direction(x, r, shared.groups),
-                                   amaxes_of_columns ? allocate_amaxes_of_columns(x, shared.groups)
-                                                     : allocate_direction(x, c, shared.groups)});
+  return torch_ops::eight_tensors(allocate_both(x, r, c, shared));
 }
 
 template <class T>
@@ -332,12 +338,10 @@ EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std:
   const SharedArguments shared = {
       rng, {groups, unit, rows_from}, row_ids, first_expert, amaxes_of_columns};
   check_arguments(x, r, c, shared, sym_origin.size());
-  const QuantizedOperand out_row = allocate_direction(x, r, shared.groups),
-                         out_col = amaxes_of_columns ? allocate_amaxes_of_columns(x, shared.groups)
-                                                     : allocate_direction(x, c, shared.groups);
-  fill(in, r, out_row, c, out_col, shared, C10_AS_INTARRAYREF_SLOW(sym_origin),
+  const auto out = allocate_both(x, r, c, shared);
+  fill(in, r, out.first, c, out.second, shared, C10_AS_INTARRAYREF_SLOW(sym_origin),
        bridge::ExecutionOn(x));
-  return torch_ops::eight_tensors({out_row, out_col});
+  return torch_ops::eight_tensors(out);
 }
 
 }  // namespace
@@ -385,13 +389,14 @@ std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
       of};
   check_arguments(x, r, c, shared, origin.size());
   const bridge::ExecutionOn here(x);
-  const auto output = [&](const DirectionArguments& d) -> QuantizedOperand {
-    if (!shares_memory) return allocate_direction(x, d, options.groups);
+  const auto together = [&](const DirectionArguments& d) -> QuantizedOperand {
+    if (d.columnwise && shared.amaxes_of_columns)
+      return allocate_amaxes_of_columns(x, *r.spec, options.groups);
     if (!d.spec) return {};
     return allocate_together(x, d, d.read_of(x, options.groups));
   };
-  std::pair<QuantizedOperand, QuantizedOperand> out = {output(r), output(c)};
-  if (options.amaxes_of_columns) out.second = allocate_amaxes_of_columns(x, options.groups);
+  const std::pair<QuantizedOperand, QuantizedOperand> out =
+      shares_memory ? std::pair{together(r), together(c)} : allocate_both(x, r, c, shared);
   fill(in, r, out.first, c, out.second, shared, origin, here);
   return out;
 }
