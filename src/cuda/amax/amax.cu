@@ -204,25 +204,26 @@ template <class T>
 __global__ void __launch_bounds__(kThreads)
     amax_of_group_panels(const __grid_constant__ Source x, const __grid_constant__ PanelOutputs out,
                          const __grid_constant__ DeviceGroups groups,
-                         const __grid_constant__ Divisor across) {
-  const std::uint32_t of_rows = across.divide(blockIdx.x), tile = of_rows * kTile;
+                         const __grid_constant__ TileOrder order) {
+  const TileOrder::Tile panel = order.tile(blockIdx.x);
+  const std::uint32_t tile = panel.row * kTile;
   if (tile >= load_boundary(groups.tiles, groups.count)) return;
   const GroupPlace group = find_group(groups, tile);
   const std::uint32_t in_group = tile - group.first_tile;
   if (in_group >= group.rows) return;  // of a group without rows
-  take_amax_of_panel<T, true>(
-      x, out,
-      {group.group, group.begin + in_group, group.begin + in_group,
-       static_cast<int>(min(group.rows - in_group, std::uint32_t{kTile})),
-       (blockIdx.x - of_rows * across.d) * static_cast<std::uint32_t>(kPanelColumns<T>)});
+  take_amax_of_panel<T, true>(x, out,
+                              {group.group, group.begin + in_group, group.begin + in_group,
+                               static_cast<int>(min(group.rows - in_group, std::uint32_t{kTile})),
+                               panel.col * static_cast<std::uint32_t>(kPanelColumns<T>)});
 }
 
 template <class T>
 void launch_group_panels(const TensorRef& x, const PanelOutputs& out, cudaStream_t stream) {
-  const Divisor across(ceil_div<std::int64_t>(x.cols, kPanelColumns<T>));
+  const Source source = source_of(x);
+  const std::int64_t across = ceil_div<std::int64_t>(x.cols, kPanelColumns<T>);
   const std::int64_t down = ceil_div<std::int64_t>(x.rows, kTile) + x.groups.count;
-  amax_of_group_panels<T><<<grid_of(down * across.d, "amax"), kThreads, 0, stream>>>(
-      source_of(x), out, device_groups(x.groups), across);
+  amax_of_group_panels<T><<<grid_of(down * across, "amax"), kThreads, 0, stream>>>(
+      source, out, device_groups(x.groups), tile_order(source, down, across));
   check_launch("amax");
 }
 template <class T>

@@ -180,11 +180,11 @@ __global__ void __launch_bounds__(kThreads, 5)
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
     amax_of_transformed_group_columns(const __grid_constant__ TransformedArgs args,
-                                      const __grid_constant__ Divisor across) {
-  const std::uint32_t of_rows = across.divide(blockIdx.x), tile = of_rows * kTile;
-  if (tile >= load_boundary(args.groups.tiles, args.groups.count)) return;
+                                      const __grid_constant__ TileOrder order) {
+  const TileOrder::Tile tile = order.tile(blockIdx.x);
+  if (tile.row * kTile >= load_boundary(args.groups.tiles, args.groups.count)) return;
   const TilePart part =
-      part_of_group<T>(args.x, args.groups, {0, tile, (blockIdx.x - of_rows * across.d) * kTile});
+      part_of_group<T>(args.x, args.groups, {0, tile.row * kTile, tile.col * kTile});
   take_amax_of_tile<T>(args, part.x, part.tile);
 }
 
@@ -211,7 +211,8 @@ void launch_columns(const TransformedArgs& args, const AmaxRequest& r) {
   if (args.groups) {
     const auto kernel = amax_of_transformed_group_columns<T>;
     allow_shared(kernel, kBytes, "amax");
-    kernel<<<grid, kThreads, kBytes, r.stream>>>(args, tiles.across);
+    kernel<<<grid, kThreads, kBytes, r.stream>>>(args,
+                                                 tile_order(args.x, tiles.down.d, tiles.across.d));
   } else if (r.straight.tensor) {
     constexpr std::size_t kBf16Bytes = SharedTile<Bf16>::kBytes;
     amax_of_straight_and_transformed<<<grid, kThreads, kBf16Bytes, r.stream>>>(args, r.straight,

@@ -66,6 +66,26 @@ inline Tiles tiles_of(const Source& x) {
   return {Divisor(ceil_div<std::int64_t>(x.cols, kTile)),
           Divisor(ceil_div<std::int64_t>(x.rows, kTile))};
 }
+// The order of the tiles of groups in a launch. Rows that Source::rows_from repeats are taken
+// column by column: what tiles of one column read of them stays in the L2 cache.
+struct TileOrder {
+  Divisor of_line;  // tiles of a row, or of a column
+  bool is_by_columns;
+#if defined(__CUDACC__)
+  struct Tile {
+    std::uint32_t row, col;  // of tiles
+  };
+  __device__ __forceinline__ Tile tile(std::uint32_t i) const {
+    const std::uint32_t line = of_line.divide(i), in_line = i - line * of_line.d;
+    return is_by_columns ? Tile{in_line, line} : Tile{line, in_line};
+  }
+#endif
+};
+// down, across: the tiles of a column and of a row
+inline TileOrder tile_order(const Source& x, std::int64_t down, std::int64_t across) {
+  const bool is_by_columns = x.rows_from != nullptr;
+  return {Divisor(is_by_columns ? down : across), is_by_columns};
+}
 inline unsigned tile_grid(std::int64_t batch, const Tiles& tiles, const char* kernel) {
   return grid_of(batch * tiles.across.d * tiles.down.d, kernel);
 }

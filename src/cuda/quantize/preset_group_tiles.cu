@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
                          const __grid_constant__ KernelOperand row,
                          const __grid_constant__ KernelOperand col,
                          const __grid_constant__ DeviceGroups groups,
-                         const __grid_constant__ Divisor across) {
+                         const __grid_constant__ TileOrder order) {
   constexpr bool kRow = !std::is_same_v<Row, Absent>, kCol = !std::is_same_v<Col, Absent>;
   extern __shared__ __align__(16) std::uint32_t words[];
   __shared__ Whole whole[2];
@@ -21,11 +21,10 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
   if constexpr (kRow)
     if (is_wanted(row)) store_parts<Row>(row, groups.count);
   if constexpr (kCol) store_parts<Col>(col, groups.count);
-  const std::uint32_t of_rows = across.divide(blockIdx.x);
-  if (of_rows >= line_tiles(groups)) return;
+  const TileOrder::Tile tile = order.tile(blockIdx.x);
+  if (tile.row >= line_tiles(groups)) return;
   TilePart part;
-  if (!find_line_tile<Bf16>(x, groups, of_rows, (blockIdx.x - of_rows * across.d) * kTile, part))
-    return;
+  if (!find_line_tile<Bf16>(x, groups, tile.row, tile.col * kTile, part)) return;
   shared.fill_rows(part.x, part.tile, part.skip);
   if constexpr (kRow)
     if (threadIdx.x == 0 && is_wanted(row)) prepare<Row>(row, whole[0], part.tile.batch, false);
@@ -39,10 +38,10 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
 
 bool launch_preset_group_tiles(const QuantizeArgs& args, bool rowwise, const Execution& execution) {
   return launch_preset<kGroupTilesWalk>(args, rowwise, true, [&]<class Row, class Col>() {
-    const Divisor across(args.x.cols / kTile);
-    quantize_group_tiles<Row, Col><<<grid_of(most_line_tiles(args) * across.d, "quantize"),
-                                     kThreads, SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(
-        args.x, row_plan(args, rowwise), args.col, args.groups, across);
+    const std::int64_t down = most_line_tiles(args), across = args.x.cols / kTile;
+    quantize_group_tiles<Row, Col><<<grid_of(down * across, "quantize"), kThreads,
+                                     SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(
+        args.x, row_plan(args, rowwise), args.col, args.groups, tile_order(args.x, down, across));
     check_launch("quantize");
   });
 }
