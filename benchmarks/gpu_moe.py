@@ -31,7 +31,7 @@ SHAPES: list[Shape] = [(7168, 2048, 8, 2), (2048, 768, 128, 8)]
 QUICK: list[Shape] = [(2048, 768, 16, 2)]
 # Least speed against the compiled layer in bf16, at each of SHAPES.
 BARS: dict[str, tuple[float, ...]] = {
-    "fp8_rowwise": (1.25, 1.00),
+    "fp8_rowwise": (1.25, 1.10),
     "fp8_blockwise": (1.10,),
 }
 BASE = "torch bf16"

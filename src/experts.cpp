@@ -62,7 +62,9 @@ void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* co
 void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
                      const Execution& execution) {
   check_swiglu("swiglu_backward", of);
-  if (of.rows == 0) return;
+  MINIFLOAT_CHECK(of.groups || !gradients.of_gate,
+                  "swiglu_backward: expected groups of rows where amaxes are found, got none");
+  if (of.rows == 0 && !gradients.of_gate) return;
   MINIFLOAT_ON(of.device, swiglu_backward(of, gradients, execution));
 }
 

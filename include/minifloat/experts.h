@@ -54,6 +54,15 @@ void swiglu(const SwiGlu& of, void* h, const Execution& execution);
 void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
                      const Execution& execution = {});
 
+// The amaxes of a matrix in groups: of each row before the last group's end, and of each group's
+// columns.
+struct LineAmaxes {
+  float* rows = nullptr;     // (rows)
+  float* columns = nullptr;  // (groups, columns)
+
+  explicit operator bool() const { return rows || columns; }
+};
+
 // The gradients of a SwiGLU: of gate and up, laid out as those, and of the weights.
 struct SwiGluGradients {
   const void* dh = nullptr;  // (rows, width)
@@ -62,12 +71,25 @@ struct SwiGluGradients {
   void* up = nullptr;        // null where SwiGlu's is
   std::int64_t stride = 0;   // of gate's and up's rows
   float* weights = nullptr;  // (rows), at the rows' places; zero at a place of no row; null: none
+  // Of groups, what casts of the gradients scale by; null: not found. Of the matrix with gate's
+  // gradient, and of that with up's. With an up but without the second, both gradients are halves
+  // of one matrix of 2 * width columns, or take turns in it.
+  LineAmaxes of_gate = {}, of_up = {};
+
+  // Returns the values of the matrix with the gradient of gate, or with that of up.
+  TensorRef matrix(const SwiGlu& of, bool is_of_up) const {
+    TensorRef x = of.h_at(is_of_up ? up : gate);
+    x.cols = up && !of_up ? 2 * of.width : of.width;
+    x.row_stride = stride;
+    return x;
+  }
 };
 void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
                      const Execution& execution);
 
-// A spec that is scaled by the amax of a whole tensor, untransformed.
+// Specs that are scaled by the amax of a whole tensor, and of each row; untransformed.
 inline constexpr Spec kWholeTensor = {.elements = Elements::kE4m3, .rule = ScaleRule::kTensor};
+inline constexpr Spec kEachRow = {.elements = Elements::kE4m3, .rule = ScaleRule::kRow};
 
 // Writes the gradients of gate and up and their amaxes, and casts h columnwise as quantize_swiglu
 // does; null: not cast. Without groups, weights and a limit, gate and up apart. gradients.gate may

@@ -140,6 +140,13 @@ void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
                      const Execution& execution) {
   of.dtype == DType::kFloat32 ? backward<float>(of, gradients, execution)
                               : backward<std::uint16_t>(of, gradients, execution);
+  for (const bool is_of_up : {false, true}) {
+    const LineAmaxes& to = is_of_up ? gradients.of_up : gradients.of_gate;
+    if (!to) continue;
+    const TensorRef x = gradients.matrix(of, is_of_up);
+    cpu::amax(x, {kEachRow}, to.rows, execution);
+    cpu::amax(x, {kEachRow, /*columnwise=*/true}, to.columns, execution);
+  }
 }
 
 void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,

@@ -63,10 +63,26 @@ def compare(
     what = f"{kind} {describe(product)} {layout} {parts} {form} groups={in_groups}"
     want = ops.swiglu(product, other, weights, **options)
     require_same_bytes(ops.swiglu(*moved[1:], **there), want, f"swiglu {what}")
-    wanted = ops.swiglu_backward(*tensors, **options)
-    found = ops.swiglu_backward(*moved, **there)
+    compare_gradients(tensors, moved, options, there, what)
+
+
+def compare_gradients(
+    tensors: list[Any],
+    moved: list[Any],
+    options: dict[str, Any],
+    there: dict[str, Any],
+    what: str,
+) -> None:
+    """Compares swiglu_backward, and the amaxes of its results where rows lie in groups."""
+    groups = options.get("groups")
+    asked = {"amaxes": groups is not None}
+    *wanted, lines = ops.swiglu_backward(*tensors, **options, **asked)
+    *found, lines_there = ops.swiglu_backward(*moved, **there, **asked)
     for name, a, b in zip(("d_product", "d_other", "d_weights"), found, wanted, strict=True):
         require_same_bytes(a, b, f"{name} {what}")
+    for a, b in zip(lines_there, lines, strict=True):
+        end = int(groups[0, -1]) if a.dim() == 1 else a.shape[0]
+        require_same_bytes(a[:end], b[:end], f"amaxes {what}")
 
 
 @pytest.mark.parametrize("parts", ["two", "apart", "interleaved"])
@@ -94,9 +110,8 @@ def test_swiglu_of_every_bfloat16(device):
         want = ops.swiglu(gate, up, ones, **form)
         moved = [t.to(device) for t in (gate, up, ones)]
         require_same_bytes(ops.swiglu(*moved, **form), want, f"swiglu {form}")
-        wanted = ops.swiglu_backward(dh, gate, up, ones, **form)
-        for a, b in zip(ops.swiglu_backward(dh.to(device), *moved, **form), wanted, strict=True):
-            require_same_bytes(a, b, f"swiglu_backward {form}")
+        tensors = [dh, gate, up, ones]
+        compare_gradients(tensors, [t.to(device) for t in tensors], form, form, str(form))
 
 
 def test_the_sigmoid_of_many_floats(device):
@@ -106,11 +121,36 @@ def test_the_sigmoid_of_many_floats(device):
     gate = torch.cat([spread, near])
     gate = gate[: gate.numel() // 1024 * 1024].view(-1, 1024)
     ones, up = torch.ones(gate.shape[0]), torch.ones_like(gate)
-    tensors = (up, gate, up, ones)
+    tensors = [up, gate, up, ones]
     moved = [t.to(device) for t in tensors]
     require_same_bytes(ops.swiglu(*moved[1:]), ops.swiglu(*tensors[1:]), "swiglu")
-    for a, b in zip(ops.swiglu_backward(*moved), ops.swiglu_backward(*tensors), strict=True):
-        require_same_bytes(a, b, "swiglu_backward")
+    compare_gradients(tensors, moved, {}, {}, "")
+
+
+# The last widths are rows whose amaxes another kernel finds.
+@pytest.mark.parametrize("width", [8, 48, 256, 264, 512, 768, 776, 1024, 1032, 2048])
+@pytest.mark.parametrize("parts", ["two", "apart"])
+def test_amaxes_of_swiglu_gradients(device, parts, width):
+    sizes = torch.randint(0, 200, (64,), generator=torch.Generator().manual_seed(7))
+    many = (sizes.cumsum(0).tolist(), int(sizes.sum()) + 300)
+    for (offs, rows), has_pairs in itertools.product([*SWIGLU_ENDS[2:], many], (False, True)):
+        case = draw(offs, rows, width, torch.bfloat16, parts, has_pairs=has_pairs, scale=3)
+        dh = torch.randn(rows, width, generator=torch.Generator().manual_seed(1)).bfloat16()
+        dh[:: max(rows // 5, 1), width // 2] = float("nan")
+        there = case.on(device)
+        moved = [dh.to(device), there.product, there.other, there.weights]
+        tensors = [dh, case.product, case.other, case.weights]
+        compare_gradients(tensors, moved, case.form, there.form, f"{offs} {has_pairs}")
+
+
+def test_amaxes_of_swiglu_gradients_of_every_bfloat16(device):
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    gate, up, dh = (t.view(256, 256) for t in (every, every.flip(0), every.roll(12345)))
+    table = ops.group_table(torch.tensor([100, 256], dtype=torch.int32), 256)
+    tensors = [dh, gate.contiguous(), up.contiguous(), torch.rand(256)]
+    moved = [t.to(device) for t in tensors]
+    there = {"groups": table.to(device)}
+    compare_gradients(tensors, moved, {"groups": table}, there, "every bfloat16")
 
 
 # ---- SwiGLU within its cast ----------------------------------------------------------------------

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from minifloat._native import ops
 from torch import Tensor
 
+from tests.support.same_bits import bits
+
 DTYPES = (torch.float32, torch.bfloat16)
 ALPHA = 1.702
 
@@ -73,7 +75,7 @@ def test_values_and_gradients_are_those_of_fp64(rows, width, dtype, form, seed):
     want = exact_swiglu(*exact, **form)
     close(ops.swiglu(gate, up, weights, **form), want.detach())
     wanted = torch.autograd.grad(want, exact, dh.double())
-    d_gate, d_up, d_weights = ops.swiglu_backward(dh, gate, up, weights, **form)
+    d_gate, d_up, d_weights, _ = ops.swiglu_backward(dh, gate, up, weights, **form)
     scale = dh.abs().double() * (up.abs().double() + 1)
     # torch's derivative of clamp is 1 at the bound itself, and so is ours.
     close(d_gate, wanted[0], scale)
@@ -89,7 +91,7 @@ def test_every_layout_gives_the_same_bytes(rows, width, dtype, form, offset, see
     given_ = draw_inputs(rows, width, dtype, seed)
     gate, up, dh, weights = (given_[name] for name in ("gate", "up", "dh", "weights"))
     h = ops.swiglu(gate, up, weights, **form)
-    d_gate, d_up, d_weights = ops.swiglu_backward(dh, gate, up, weights, **form)
+    d_gate, d_up, d_weights, _ = ops.swiglu_backward(dh, gate, up, weights, **form)
     two = [misplaced(t, offset) for t in (gate, up)]
     apart = misplaced(torch.cat([gate, up], 1), offset)
     mixed = misplaced(torch.stack([gate, up], 2).flatten(1), offset)
@@ -121,7 +123,8 @@ def test_pairs_name_the_weights_and_groups_end_the_rows():
     in_order = weights.flatten()[pairs.long()]
     assert torch.equal(h[:9], ops.swiglu(gate[:9], up[:9], in_order[:9]))
     assert not h[9:].any()
-    d_gate, d_up, d_weights = ops.swiglu_backward(dh, gate, up, weights, pairs=pairs, groups=groups)
+    where = {"pairs": pairs, "groups": groups}
+    d_gate, d_up, d_weights, _ = ops.swiglu_backward(dh, gate, up, weights, **where)
     wanted = ops.swiglu_backward(dh[:9], gate[:9], up[:9], in_order[:9])
     assert torch.equal(d_gate[:9], wanted[0])
     assert torch.equal(d_up[:9], wanted[1])
@@ -130,6 +133,34 @@ def test_pairs_name_the_weights_and_groups_end_the_rows():
     assert d_weights.shape == weights.shape
     assert torch.equal(d_weights.flatten()[pairs.long()][:9], wanted[2])
     assert not d_weights.flatten()[pairs.long()][9:].any()
+
+
+@pytest.mark.parametrize("form", [{}, {"limit": 1.0}], ids=["silu", "limit"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", ["two", "apart", "interleaved"])
+def test_amaxes_are_those_of_the_gradients(parts, dtype, form):
+    for rows, width, ends in ((24, 40, [4, 4, 21]), (24, 9, [24]), (3, 8, [0, 0]), (0, 8, [0, 0])):
+        given_ = draw_inputs(rows, width, dtype, rows + width)
+        gate, up, dh, weights = (given_[name] for name in ("gate", "up", "dh", "weights"))
+        dh[1:2, 0] = float("nan")
+        groups = mf.group_table(torch.tensor(ends, dtype=torch.int32), rows)
+        other = up if parts == "two" else None
+        both = {"two": gate, "apart": torch.cat([gate, up], 1)}
+        both["interleaved"] = torch.stack([gate, up], 2).flatten(1)
+        where = {**form, "groups": groups, "interleaved": parts == "interleaved"}
+        plain = ops.swiglu_backward(dh, both[parts], other, weights, **where)
+        found = ops.swiglu_backward(dh, both[parts], other, weights, **where, amaxes=True)
+        for a, b in zip(found[:3], plain[:3], strict=True):
+            assert torch.equal(bits(a), bits(b))
+        assert plain[3] == []
+        matrices = found[:2] if other is not None else found[:1]
+        assert len(found[3]) == 2 * len(matrices)
+        for i, d in enumerate(matrices):
+            of_rows, of_columns = found[3][2 * i : 2 * i + 2]
+            want = ops.amax(d, "e4m3/row", groups=groups)
+            assert torch.equal(bits(of_rows[: ends[-1]]), bits(want[: ends[-1]]))
+            want = ops.amax(d, "e4m3/row", True, groups=groups)
+            assert torch.equal(bits(of_columns), bits(want.view_as(of_columns)))
 
 
 def test_the_gradient_of_a_weight_of_no_row_is_zero():
@@ -248,6 +279,10 @@ ONES = torch.ones(4)
             lambda: ops.swiglu(X, None, ONES, pairs=torch.arange(4).int() + 1),
             "expected places of 0 to 3, got 4 at 3",
         ),
+        (
+            lambda: ops.swiglu_backward(X, X, X, ONES, amaxes=True),
+            "swiglu_backward: expected groups with amaxes, got none",
+        ),
         (lambda: ops.swiglu_backward(X, X, None, ONES), r"expected dh as Float \(4, 3\)"),
         (lambda: ops.take_rows(X, torch.arange(3)), "index as int32 of 1 dimension, got Long"),
         (lambda: ops.take_rows(X, torch.arange(3).int(), 0), "slots, got 0"),
@@ -274,7 +309,8 @@ def test_derivatives():
     h = ops.swiglu(x, None, weights, pairs=pairs)
     g = torch.randn_like(h)
     d_x, d_weights = torch.autograd.grad(h, (x, weights), g, create_graph=True)
-    d_product, _, expected = ops.swiglu_backward(g, x.detach(), None, weights.detach(), pairs=pairs)
+    inputs = (g, x.detach(), None, weights.detach())
+    d_product, _, expected, _ = ops.swiglu_backward(*inputs, pairs=pairs)
     assert torch.equal(d_x, d_product)
     assert torch.equal(d_weights, expected)
     with pytest.raises(RuntimeError, match="swiglu_backward"):

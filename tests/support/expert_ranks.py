@@ -91,6 +91,19 @@ class Products(TorchDispatchMode):
         self.found.append(Product(sides, codes, table, *starts, unit > 0))
 
 
+def in_one_order(products: list[Product]) -> list[Product]:
+    """Returns a pass's products with the gradient of w2 right after that of h.
+
+    Backward computes it last where that takes less memory, which a rank may decide otherwise.
+    """
+    width = products[0].sides[0][1].shape[1]  # a bias, summed by a product of 8 rows, has less
+    gradients = [p for p in products if p.is_contraction and p.sides[0][1].shape[0] >= width]
+    after_h = len(gradients) + 1
+    if products[-1] is not gradients[-1] or any(p is gradients[0] for p in products[: after_h + 1]):
+        return products
+    return [*products[:after_h], products[-1], *products[after_h:-1]]
+
+
 def require_same_operands(
     found: list[Product], wanted: list[Product], first: int, skipped: tuple[str, ...] = ()
 ) -> int:

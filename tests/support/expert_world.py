@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.expert_ranks import Product, Products
+from tests.support.expert_ranks import Product, Products, in_one_order
 
 D, H, E, K = 64, 64, 8, 3
 SCALE = 2.0**-6  # of weights
@@ -71,7 +71,7 @@ class Pass:
         with Products() as products:
             y = moe(x)
             y.backward(g)
-        self.products: list[Product] = products.found
+        self.products: list[Product] = in_one_order(products.found)
         self.y, self.dx = y.detach(), x.grad
         self.dw = {name: p.grad for name, p in moe.named_parameters() if p.grad is not None}
 

@@ -44,6 +44,7 @@ def _backward(rng: Random, arena: Arena) -> Call:
     product, other = args["product"], args["other"]
     width = product.shape[1] // (2 if other is None else 1)
     dh = arena.place(values(rng, (product.shape[0], width), product.dtype))
+    args["amaxes"] = args["groups"] is not None and rng.random() < 0.5
     return op_call("swiglu_backward", dh=dh, **args)
 
 

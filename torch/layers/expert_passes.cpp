@@ -3,11 +3,13 @@
 //
 //     forward    rows of x rowwise · Wᵀ         gate and up are saved, and x once for all slots
 //                h rowwise, as it is computed
-//     backward   dh = g · W2,  dW2 = gᵀ · h     h is computed again between them, columnwise
+//     backward   dh = g · W2
 //                d_gate, d_up, d_weights        from dh, gate and up
 //                d_rows                         by dgrad of gate and up
 //                dx = the sum of a token's d_rows
 //                dW                             the rows of x are read again, columnwise
+//                dW2 = gᵀ · h                   h is computed again, columnwise; right after dh
+//                                               where g's operand is larger than dW2
 #include <ATen/ATen.h>
 
 #include <array>
@@ -102,6 +104,61 @@ at::TensorList bias_of(const Experts& experts, const std::vector<Tensor>& biases
   return index < 0 ? at::TensorList() : at::TensorList(biases[static_cast<std::size_t>(index)]);
 }
 
+// Computes the gradients of the input products, of x and of the weights.   dh: of h, which is freed
+void backward_inputs(const Experts& experts, const ExpertTensors& t, const ExpertResults& found,
+                     Tensor dh, const GateAndUp& gates, const Tensor& table,
+                     const ExpertNeeds& needs, ExpertGradients& out) {
+  const std::size_t inputs = experts.inputs();
+  bool finds_amaxes = needs.x;  // where both casts of a gradient read it
+  for (std::size_t i = 0; i < inputs; ++i)
+    finds_amaxes &= needs.matrices[i] && takes_gradient_amaxes(*experts.products[i].recipe);
+  auto [d_product, d_other, d_weights, amaxes] =
+      swiglu_backward(dh, gates.of(experts.form), finds_amaxes);
+  dh.reset();
+  out.weights = to_dtype(d_weights, t.weights.scalar_type());
+
+  std::array<Tensor, 2> of_inputs = {std::move(d_product), std::move(d_other)};
+  const Tensor shape_of_rows = shape_alone(t.x, t.order.rows(), t.x.sym_size(1));
+  Tensor d_rows;
+  Rows rows;  // cast once for all products
+  for (std::size_t i = 0; i < inputs; ++i) {
+    const int bias = experts.bias_index[i];
+    const bool needs_bias = bias >= 0 && needs.biases[static_cast<std::size_t>(bias)];
+    const auto take = [&](Tensor da) {
+      if (da.defined()) d_rows = d_rows.defined() ? d_rows + da : std::move(da);
+      if (i + 1 == inputs && d_rows.defined())
+        out.x = add_slots(std::exchange(d_rows, {}), t.order.places, std::nullopt);
+      if (needs.matrices[i] && !rows.values.defined())
+        rows = rows_again(experts, t, table, found.amaxes.rows);
+      return i + 1 == inputs ? std::exchange(rows, {}) : rows;
+    };
+    GroupedCall call = product_call(experts.products[i], t.x.scalar_type(), t.order, table,
+                                    bias_of(experts, t.biases, i));
+    call.amax = found.amaxes.matrices[i];
+    if (finds_amaxes)
+      call.g_amax_of_rows = amaxes[2 * i], call.g_amax_of_columns = amaxes[2 * i + 1];
+    GroupedGradients d =
+        group_gradients(std::move(of_inputs[i]), shape_of_rows, t.matrices[i], t.order.offs, call,
+                        {needs.x, needs.matrices[i], needs_bias}, std::nullopt, take);
+    out.matrices[i] = std::move(d.b);
+    if (needs_bias) out.biases[static_cast<std::size_t>(bias)] = std::move(d.bias);
+  }
+}
+
+// Returns whether the output's matrices get their gradients after those of the inputs: where it
+// takes less memory to keep the operand of g meanwhile.
+bool is_output_last(const Experts& experts, const ExpertTensors& t, const Tensor& g) {
+  const PreparedRecipe& recipe = *experts.products.back().recipe;
+  const bool has_values =
+      recipe.specs[kWgradG].is_bf16() ||
+      plan_product(recipe.recipe.wgrad, recipe.wgrad, g.device(), /*is_grouped=*/true)
+          .reads_values();
+  const SymInt bits =
+      t.order.rows() * g.sym_size(1) * (has_values ? 16 : recipe.specs[kWgradG].code_bits());
+  const Tensor& matrices = t.matrices.back();
+  return bits < matrices.sym_numel() * SymInt(8 * matrices.element_size());
+}
+
 }  // namespace
 
 bool ExpertNeeds::any() const {
@@ -160,64 +217,38 @@ Tensor forward_rows(const Experts& experts, const ExpertTensors& t, bool keeps_a
 ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
                               const ExpertResults& found, const Tensor& g,
                               const ExpertNeeds& needs) {
-  const std::size_t inputs = experts.inputs();
+  const std::size_t output = experts.inputs();
   ExpertGradients out;
-  out.matrices.resize(inputs + 1);
+  out.matrices.resize(output + 1);
   out.biases.resize(t.biases.size());
   ExpertNeeds before = needs;  // of what is computed before h
-  before.base = before.matrices[inputs] = false;
+  before.base = before.matrices[output] = false;
 
   const Tensor table = t.order.table();
-  const at::ScalarType dtype = t.x.scalar_type();
   const GateAndUp gates(found.products, t.weights, t.order, table);
+  RowGradient of_rows = gradient_of_rows(experts, t.order, table, g);
+  GroupedCall call = product_call(experts.products[output], t.x.scalar_type(), t.order, table, {},
+                                  {}, /*zeroes_tail=*/false);
+  call.g_operands = of_rows.operands;
+  call.amax = found.amaxes.matrices[output];
+  const Tensor shape_of_hidden = shape_alone(t.x, t.order.rows(), t.matrices[output].sym_size(1));
+  const bool is_last = is_output_last(experts, t, g);
   Tensor dh;
-  {
-    RowGradient of_rows = gradient_of_rows(experts, t.order, table, g);
-    GroupedCall call = product_call(experts.products[inputs], dtype, t.order, table, {}, {},
-                                    /*zeroes_tail=*/false);
-    call.g_operands = of_rows.operands;
-    call.amax = found.amaxes.matrices[inputs];
-    const Tensor shape_of_hidden = shape_alone(t.x, t.order.rows(), t.matrices[inputs].sym_size(1));
-    GroupedGradients d = group_gradients(
-        std::move(of_rows.values), shape_of_hidden, t.matrices[inputs], t.order.offs, call,
-        {before.any(), needs.matrices[inputs], false}, of_rows.rows_from, [&](Tensor da) {
-          dh = std::move(da);
-          for (Tensor& codes : of_rows.operands) codes.reset();  // dgrad has read them
-          return needs.matrices[inputs]
-                     ? quantize_hidden(experts, t.order, gates, true, false, found.amaxes.hidden)
-                     : Rows();
-        });
-    out.matrices[inputs] = std::move(d.b);
-  }
-  if (!dh.defined()) return out;
-  auto [d_product, d_other, d_weights] = swiglu_backward(dh, gates.of(experts.form));
-  dh.reset();
-  out.weights = to_dtype(d_weights, t.weights.scalar_type());
-
-  std::array<Tensor, 2> of_inputs = {std::move(d_product), std::move(d_other)};
-  const Tensor shape_of_rows = shape_alone(t.x, t.order.rows(), t.x.sym_size(1));
-  Tensor d_rows;
-  Rows rows;  // cast once for all products
-  for (std::size_t i = 0; i < inputs; ++i) {
-    const int bias = experts.bias_index[i];
-    const bool needs_bias = bias >= 0 && needs.biases[static_cast<std::size_t>(bias)];
-    const auto take = [&](Tensor da) {
-      if (da.defined()) d_rows = d_rows.defined() ? d_rows + da : std::move(da);
-      if (i + 1 == inputs && d_rows.defined())
-        out.x = add_slots(std::exchange(d_rows, {}), t.order.places, std::nullopt);
-      if (needs.matrices[i] && !rows.values.defined())
-        rows = rows_again(experts, t, table, found.amaxes.rows);
-      return i + 1 == inputs ? std::exchange(rows, {}) : rows;
-    };
-    GroupedCall call =
-        product_call(experts.products[i], dtype, t.order, table, bias_of(experts, t.biases, i));
-    call.amax = found.amaxes.matrices[i];
-    GroupedGradients d =
-        group_gradients(std::move(of_inputs[i]), shape_of_rows, t.matrices[i], t.order.offs, call,
-                        {needs.x, needs.matrices[i], needs_bias}, std::nullopt, take);
-    out.matrices[i] = std::move(d.b);
-    if (needs_bias) out.biases[static_cast<std::size_t>(bias)] = std::move(d.bias);
-  }
+  const auto take = [&](Tensor da) {
+    for (Tensor& codes : of_rows.operands) codes.reset();  // dgrad has read them
+    if (is_last && da.defined())
+      backward_inputs(experts, t, found, std::move(da), gates, table, needs, out);
+    else
+      dh = std::move(da);
+    return needs.matrices[output]
+               ? quantize_hidden(experts, t.order, gates, true, false, found.amaxes.hidden)
+               : Rows();
+  };
+  GroupedGradients d =
+      group_gradients(std::move(of_rows.values), shape_of_hidden, t.matrices[output], t.order.offs,
+                      call, {before.any(), needs.matrices[output], false}, of_rows.rows_from, take);
+  out.matrices[output] = std::move(d.b);
+  if (dh.defined()) backward_inputs(experts, t, found, std::move(dh), gates, table, needs, out);
   return out;
 }
 

@@ -32,6 +32,9 @@ struct GroupedCall {
   // Null, undefined: it is not kept, and each cast finds its own.
   Tensor* keeps_amax = nullptr;
   Tensor amax = {};
+  // Of the gradient, what both casts of it may scale by: (M) of its rows, and (E, N) of each
+  // group's columns; undefined: the casts find what they need.
+  Tensor g_amax_of_rows = {}, g_amax_of_columns = {};
 };
 
 // Requires a product's random state and amax history of this many experts, on the device of `like`.
@@ -45,6 +48,9 @@ void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const Grou
 // Returns A · B of each group, (M, N), differentiable in A, B and the bias.
 Tensor multiply_groups(const Tensor& a, const Tensor& b, const Tensor& offs,
                        const GroupedCall& call);
+
+// Returns whether the amaxes of the gradient's rows and columns save its casts a read of it.
+bool takes_gradient_amaxes(const PreparedRecipe& recipe);
 
 // Of A, B and the bias; undefined where one is not needed.
 struct GroupedGradients {

@@ -216,6 +216,24 @@ GroupedState backward_state(const Tensor& a, const Tensor& b, at::TensorList bia
           .sharding = call.sharding};
 }
 
+// Returns the amax of each group, from those of its columns. NaN is the largest by its bits.
+Tensor largest_of_groups(const Tensor& of_columns) {
+  if (of_columns.sym_size(1) == 0) return of_columns.sum(1);
+  return of_columns.view(at::kInt).amax(1).view(at::kFloat);
+}
+
+// Sets the amaxes that the gradient's casts take, from those of its rows and of its columns.
+void set_gradient_amaxes(const GroupedCall& call, ModuleState& state) {
+  if (!call.g_amax_of_rows.defined()) return;
+  const auto amax_for = [&](Place place, const Tensor& of_lines) -> std::optional<Tensor> {
+    const Spec& spec = call.recipe.specs[place];
+    if (has_amax_of_values(spec)) return largest_of_groups(call.g_amax_of_columns);
+    return spec.has_row_amax() && spec.transform == 0 ? std::optional(of_lines) : std::nullopt;
+  };
+  state.amax_of_rowwise = amax_for(kDgradG, call.g_amax_of_rows);
+  state.amax = amax_for(kWgradG, call.g_amax_of_columns);
+}
+
 // The gradient of a product as dgrad and wgrad read it, and what they return. The codes of a
 // direction are freed with the product that reads them.
 class GradientOfGroups {
@@ -232,6 +250,7 @@ class GradientOfGroups {
     grad.reset();
     ModuleState of_rows = state_of(call, table, nullptr);
     of_rows.groups.rows_from = s.grad_rows_from;
+    set_gradient_amaxes(call, of_rows);
     of_g_ = quantize_both(s.recipe, g, {kDgradG, row_.is_needed && !has_codes, row_.decoded}, col_,
                           of_rows);
     if (has_codes)
@@ -344,6 +363,11 @@ Tensor multiply_groups(const Tensor& a, const Tensor& b, const Tensor& offs,
     return operands_and_product(a, b, offs, call, needs, nullptr);
   }
   return GroupedFunction::apply(a, b, call.bias, offs, call, needs);
+}
+
+bool takes_gradient_amaxes(const PreparedRecipe& recipe) {
+  const Spec &row = recipe.specs[kDgradG], &col = recipe.specs[kWgradG];
+  return finds_amaxes_of_columns(row, col) || has_amax_of_values(row) || has_amax_of_values(col);
 }
 
 GroupedGradients group_gradients(Tensor grad, const Tensor& a, const Tensor& b, const Tensor& offs,

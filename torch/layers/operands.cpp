@@ -225,6 +225,7 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
   // The caller may pass the transpose of a matrix, with its directions exchanged.
   if (state.amax)
     (kOperands[col.place].columnwise ? options.amax_col : options.amax_row) = state.amax;
+  if (state.amax_of_rowwise && !row_text.empty()) options.amax_row = state.amax_of_rowwise;
   options.amaxes_of_columns =
       state.casts_other_later && row.is_needed && !col.is_needed && !state.sharding &&
       finds_amaxes_of_columns(recipe.specs[row.place], recipe.specs[col.place]);

@@ -70,6 +70,7 @@ struct ModuleState {
   const Sharding* sharding = nullptr;  // null: this process has the whole weight
   // The amax of the columnwise operand under a scale that is not delayed; none: it is computed.
   std::optional<Tensor> amax = {};
+  std::optional<Tensor> amax_of_rowwise = {};  // of the rowwise operand, in the same way
   bool is_recorded = false;  // whether the history has the amaxes of delayed operands already
   // Whether the other direction is cast in backward. Its operand then has the amax that this later
   // cast takes, where one read finds both, and nothing else.

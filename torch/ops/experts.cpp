@@ -27,6 +27,7 @@ using torch_ops::check_index;
 using torch_ops::check_matrix;
 using torch_ops::EightTensors;
 using torch_ops::SwiGluArguments;
+using torch_ops::SwiGluGradientTensors;
 using MaybeTensor = std::optional<Tensor>;
 
 // ---- SwiGLU -------------------------------------------------------------------------------------
@@ -76,19 +77,25 @@ Tensor swiglu_shape(const SwiGluArguments& a) {
   return torch_ops::empty(a.product, {a.rows(), a.width()}, a.product.scalar_type());
 }
 
-struct Gradients {
-  Tensor product, other, weights;
-};
-Gradients gradient_shapes(const SwiGluArguments& a, const Tensor& dh) {
+SwiGluGradientTensors gradient_shapes(const SwiGluArguments& a, const Tensor& dh, bool amaxes) {
   check_arguments(a);
   check_like(a, "dh", dh, a.width());
+  TORCH_CHECK_VALUE(!amaxes || a.groups, a.op, ": expected groups with amaxes, got none");
   const auto like = [](const Tensor& t) {
     return torch_ops::empty(t, t.sym_sizes(), t.scalar_type());
   };
+  std::vector<Tensor> lines;
+  const auto add_lines = [&](const Tensor& t) {
+    const SymInt groups = a.groups->sym_size(1) - 1;
+    lines.push_back(torch_ops::empty(t, {t.sym_size(0)}, at::kFloat));
+    lines.push_back(torch_ops::empty(t, {groups, t.sym_size(1)}, at::kFloat));
+  };
+  if (amaxes) add_lines(a.product);
+  if (amaxes && a.other) add_lines(*a.other);
   return {
       like(a.product),
       a.other ? like(*a.other) : torch_ops::empty(a.product, {SymInt(0)}, a.product.scalar_type()),
-      like(a.weights)};
+      like(a.weights), std::move(lines)};
 }
 
 // The inputs in memory that the kernels read.
@@ -150,24 +157,25 @@ Tensor swiglu_kernel(const Tensor& product, const MaybeTensor& other, const Tens
   return h;
 }
 
-using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
-
-ThreeTensors swiglu_backward_meta(const Tensor& dh, const Tensor& product, const MaybeTensor& other,
-                                  const Tensor& weights, std::optional<double> limit, double alpha,
-                                  bool interleaved, const MaybeTensor& pairs,
-                                  const MaybeTensor& groups) {
-  const Gradients d = gradient_shapes(
-      {"swiglu_backward", product, other, weights, limit, alpha, interleaved, pairs, groups}, dh);
-  return {d.product, d.other, d.weights};
+SwiGluGradientTensors swiglu_backward_meta(const Tensor& dh, const Tensor& product,
+                                           const MaybeTensor& other, const Tensor& weights,
+                                           std::optional<double> limit, double alpha,
+                                           bool interleaved, const MaybeTensor& pairs,
+                                           const MaybeTensor& groups, bool amaxes) {
+  return gradient_shapes(
+      {"swiglu_backward", product, other, weights, limit, alpha, interleaved, pairs, groups}, dh,
+      amaxes);
 }
 
-ThreeTensors swiglu_backward_kernel(const Tensor& dh, const Tensor& product,
-                                    const MaybeTensor& other, const Tensor& weights,
-                                    std::optional<double> limit, double alpha, bool interleaved,
-                                    const MaybeTensor& pairs, const MaybeTensor& groups) {
+SwiGluGradientTensors swiglu_backward_kernel(const Tensor& dh, const Tensor& product,
+                                             const MaybeTensor& other, const Tensor& weights,
+                                             std::optional<double> limit, double alpha,
+                                             bool interleaved, const MaybeTensor& pairs,
+                                             const MaybeTensor& groups, bool amaxes) {
   const SwiGluArguments a = {"swiglu_backward", product, other, weights, limit, alpha,
                              interleaved,       pairs,   groups};
-  const Gradients d = gradient_shapes(a, dh);
+  const SwiGluGradientTensors out = gradient_shapes(a, dh, amaxes);
+  const auto& [d_product, d_other, d_weights, lines] = out;
   bridge::check_memory(a.op, "dh", dh);
   const SwiGluInputs in = inputs_of(a);
   const Tensor adjacent_dh = adjacent(dh);
@@ -175,13 +183,18 @@ ThreeTensors swiglu_backward_kernel(const Tensor& dh, const Tensor& product,
   SwiGluGradients to;
   to.dh = adjacent_dh.const_data_ptr();
   to.dh_stride = adjacent_dh.stride(0);
-  to.gate = d.product.mutable_data_ptr();
-  to.up = other ? d.other.mutable_data_ptr()
+  to.gate = d_product.mutable_data_ptr();
+  to.up = other ? d_other.mutable_data_ptr()
                 : static_cast<char*>(to.gate) + up_at * product.element_size();
   to.stride = product.size(1);
-  to.weights = d.weights.mutable_data_ptr<float>();
+  to.weights = d_weights.mutable_data_ptr<float>();
+  const auto amaxes_at = [&](std::size_t i) -> LineAmaxes {
+    return {lines[i].mutable_data_ptr<float>(), lines[i + 1].mutable_data_ptr<float>()};
+  };
+  if (amaxes) to.of_gate = amaxes_at(0);
+  if (amaxes && other) to.of_up = amaxes_at(2);
   bridge::with_value_errors([&] { swiglu_backward(in.of, to, bridge::ExecutionOn(product)); });
-  return {d.product, d.other, d.weights};
+  return out;
 }
 
 // ---- The cast of h ------------------------------------------------------------------------------
@@ -279,10 +292,10 @@ Tensor swiglu(const SwiGluArguments& of) {
                  of.groups);
 }
 
-ThreeTensors swiglu_backward(const Tensor& dh, const SwiGluArguments& of) {
+SwiGluGradientTensors swiglu_backward(const Tensor& dh, const SwiGluArguments& of, bool amaxes) {
   static const auto op = find_op<decltype(swiglu_backward_kernel)>("minifloat::swiglu_backward");
   return op.call(dh, of.product, of.other, of.weights, of.limit, of.alpha, of.interleaved, of.pairs,
-                 of.groups);
+                 of.groups, amaxes);
 }
 
 }  // namespace torch_ops

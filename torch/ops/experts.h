@@ -6,6 +6,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "ops/ops.h"
 
@@ -42,10 +43,15 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize_swiglu(const SwiGluArgume
                                                               const std::string& col,
                                                               const QuantizeOptions& options);
 
+// The gradients of the product, of the other one and of the weights; and, where the caller asks for
+// them, the amaxes of the rows and of each group's columns of the first, and of the second.
+using SwiGluGradientTensors = std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>>;
+
 // The ops of these names, through the dispatcher. The first, the third and the fourth are
 // differentiable.
 Tensor swiglu(const SwiGluArguments& of);
-std::tuple<Tensor, Tensor, Tensor> swiglu_backward(const Tensor& dh, const SwiGluArguments& of);
+SwiGluGradientTensors swiglu_backward(const Tensor& dh, const SwiGluArguments& of,
+                                      bool amaxes = false);
 Tensor take_rows(const Tensor& x, const Tensor& index, const c10::SymInt& slots,
                  const std::optional<Tensor>& places);
 Tensor add_slots(const Tensor& rows, const Tensor& places, const std::optional<Tensor>& base,

@@ -51,7 +51,7 @@ struct SwiGluFunction : torch::autograd::Function<SwiGluFunction> {
     const variable_list saved = ctx->get_saved_variables();
     const MaybeTensor other = as_optional(saved[1]), pairs = as_optional(saved[3]),
                       groups = as_optional(saved[4]);
-    auto [d_product, d_other, d_weights] = torch_ops::swiglu_backward(
+    auto [d_product, d_other, d_weights, amaxes] = torch_ops::swiglu_backward(
         grads[0],
         {"swiglu", saved[0], other, saved[2], ctx->saved_data["limit"].toOptional<double>(),
          ctx->saved_data["alpha"].toDouble(), ctx->saved_data["interleaved"].toBool(), pairs,

@@ -254,10 +254,13 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor? row_ids=None, int first_expert=0, Tensor(a!)? amax_history=None, int stream=0) -> "
       "Tensor[]",
       tags);
+  // amaxes: of groups, what casts of the gradients scale by: of d_product, and of d_other where it
+  // is, float32 (M) of the rows before the last group's end and (groups, columns).
   m.def(
       "swiglu_backward(Tensor dh, Tensor product, Tensor? other, Tensor weights, *, "
       "float? limit=None, float alpha=1.702, bool interleaved=False, Tensor? pairs=None, "
-      "Tensor? groups=None) -> (Tensor d_product, Tensor d_other, Tensor d_weights)",
+      "Tensor? groups=None, bool amaxes=False) -> "
+      "(Tensor d_product, Tensor d_other, Tensor d_weights, Tensor[] amaxes)",
       tags);
 
   // Activations of dense layers: "silu", "gelu" or "gelu_tanh" of gate, times up if there is one.

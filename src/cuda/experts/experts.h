@@ -22,4 +22,9 @@ void add_slots(const AddSlots& sum, const Execution& execution);
 bool quantize_swiglu_in_one(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
                             const Execution& execution);
 
+// Writes the gradients of groups and the amaxes of their rows and columns at once. Returns false,
+// and writes nothing, where no kernel fits.
+bool swiglu_backward_of_groups(const SwiGlu& of, const SwiGluGradients& gradients,
+                               const Execution& execution);
+
 }  // namespace minifloat::cuda

@@ -151,19 +151,6 @@ __global__ void __launch_bounds__(kRowThreads)
   }
 }
 
-// Returns the sum of a row's partials, in the order of core/swiglu.h: that of lane 0.
-__device__ __forceinline__ float sum_of_partials(float (&partial)[kSwiGluVec]) {
-#pragma unroll
-  for (int half = kSwiGluVec / 2; half > 0; half /= 2)
-#pragma unroll
-    for (int i = 0; i < half; ++i) partial[i] += partial[i + half];
-  float sum = partial[0];
-#pragma unroll
-  for (int half = kLanes / 2; half > 0; half /= 2)
-    sum += __shfl_down_sync(kAllLanes, sum, static_cast<unsigned>(half));
-  return sum;
-}
-
 template <class T, bool kInterleaved, bool kHasLimit, Activation kActivation>
 __global__ void __launch_bounds__(kRowThreads, 4)
     swiglu_backward_rows(const __grid_constant__ BackwardArgs args) {
@@ -230,20 +217,9 @@ unsigned rows_grid(std::int64_t rows, const char* kernel) {
   return grid_of(ceil_div<std::int64_t>(rows, kRowWarps), kernel);
 }
 
-}  // namespace
-
-void swiglu(const SwiGlu& of, void* h, const Execution& execution) {
-  const std::int64_t size = of.dtype == DType::kFloat32 ? 4 : 2;
-  ForwardArgs args = {args_of(of), h};
-  args.of.is_aligned = args.of.is_aligned && has_aligned_rows(h, of.width * size, of.rows);
-  with_form(of, [&]<class T, bool kInterleaved, bool kHasLimit, Activation kActivation>() {
-    swiglu_rows<T, kInterleaved, kHasLimit, kActivation>
-        <<<rows_grid(of.rows, "swiglu"), kRowThreads, 0, cuda_stream(execution)>>>(args);
-  });
-  check_launch("swiglu");
-}
-
-void swiglu_backward(const SwiGlu& of, const SwiGluGradients& d, const Execution& execution) {
+// Writes the gradients, without their amaxes.
+void write_gradients(const SwiGlu& of, const SwiGluGradients& d, const Execution& execution) {
+  if (of.rows == 0) return;
   const std::int64_t size = of.dtype == DType::kFloat32 ? 4 : 2;
   BackwardArgs args = {args_of(of), d.dh, d.dh_stride, d.gate, d.up, d.stride, d.weights};
   args.of.is_aligned =
@@ -259,6 +235,27 @@ void swiglu_backward(const SwiGlu& of, const SwiGluGradients& d, const Execution
         <<<rows_grid(of.rows, "swiglu_backward"), kRowThreads, 0, cuda_stream(execution)>>>(args);
   });
   check_launch("swiglu_backward");
+}
+
+}  // namespace
+
+void swiglu(const SwiGlu& of, void* h, const Execution& execution) {
+  const std::int64_t size = of.dtype == DType::kFloat32 ? 4 : 2;
+  ForwardArgs args = {args_of(of), h};
+  args.of.is_aligned = args.of.is_aligned && has_aligned_rows(h, of.width * size, of.rows);
+  with_form(of, [&]<class T, bool kInterleaved, bool kHasLimit, Activation kActivation>() {
+    swiglu_rows<T, kInterleaved, kHasLimit, kActivation>
+        <<<rows_grid(of.rows, "swiglu"), kRowThreads, 0, cuda_stream(execution)>>>(args);
+  });
+  check_launch("swiglu");
+}
+
+void swiglu_backward(const SwiGlu& of, const SwiGluGradients& d, const Execution& execution) {
+  if (d.of_gate && swiglu_backward_of_groups(of, d, execution)) return;
+  write_gradients(of, d, execution);
+  for (const bool is_of_up : {false, true})
+    if (const LineAmaxes& to = is_of_up ? d.of_up : d.of_gate; to)
+      amax_of_rows_and_columns(d.matrix(of, is_of_up), to.rows, to.columns, execution);
 }
 
 void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,

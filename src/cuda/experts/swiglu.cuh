@@ -63,6 +63,19 @@ inline SwiGluArgs args_of(const SwiGlu& of) {
           {of.limit, of.alpha}};
 }
 
+// Returns the sum of a row's partials, in the order of core/swiglu.h: that of lane 0.
+__device__ __forceinline__ float sum_of_partials(float (&partial)[kSwiGluVec]) {
+#pragma unroll
+  for (int half = kSwiGluVec / 2; half > 0; half /= 2)
+#pragma unroll
+    for (int i = 0; i < half; ++i) partial[i] += partial[i + half];
+  float sum = partial[0];
+#pragma unroll
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    sum += __shfl_down_sync(kAllLanes, sum, static_cast<unsigned>(half));
+  return sum;
+}
+
 // ---- Columns of h, for casts --------------------------------------------------------------------
 // Gate and up of 8 columns as they lie in memory, bf16: the columns of each, or pairs of both.
 struct GateAndUp8 {

@@ -1,8 +1,9 @@
 // The amaxes of the columns of rows that a block casts, of bf16. The threads of a team take a row
-// together, a warp or the whole block, and each has the same columns of every row:
+// together, a warp or the whole block, and each has the same columns of every row, in vectors of
+// 2 * kPairs:
 //
-//     vec16 of a row    0   1   …  kTeam - 1    kTeam  …
-//     thread            0   1   …  kTeam - 1    0      …
+//     vector of a row    0   1   …  kTeam - 1    kTeam  …
+//     thread             0   1   …  kTeam - 1    0      …
 #pragma once
 
 #include "cuda/common/launch.h"
@@ -13,46 +14,53 @@ namespace minifloat::cuda {
 
 inline constexpr int kWarp = 32;
 
-// The largest magnitudes of the columns that a thread reads, in pairs.
-template <int kVecs>
+// The largest magnitudes of the columns that a thread reads, in pairs.   kPairs: of a vector
+template <int kVecs, int kPairs = kVec / 2>
 struct ColumnAmaxes {
-  std::uint32_t w[kVecs][kVec / 2] = {};
-  __device__ __forceinline__ void take(int i, const Vec16<Bf16>& vec) {
+  std::uint32_t w[kVecs][kPairs] = {};
+  // Takes the vector's columns.   pairs: its magnitudes
+  __device__ __forceinline__ void take(int i, const std::uint32_t (&pairs)[kPairs]) {
 #pragma unroll
-    for (int k = 0; k < kVec / 2; ++k) w[i][k] = __vmaxu2(w[i][k], vec.w[k] & 0x7FFF'7FFFu);
+    for (int k = 0; k < kPairs; ++k) w[i][k] = __vmaxu2(w[i][k], pairs[k]);
+  }
+  __device__ __forceinline__ void take(int i, const Vec16<Bf16>& vec) {
+    std::uint32_t pairs[kPairs];
+#pragma unroll
+    for (int k = 0; k < kPairs; ++k) pairs[k] = vec.w[k] & 0x7FFF'7FFFu;
+    take(i, pairs);
   }
 };
 
 // The shared memory of a block's columns. Lanes' words are so far apart that a warp's
 // writes and reads meet no bank twice.
-template <int kTeam, int kVecs>
+template <int kTeam, int kVecs, int kPairs = kVec / 2>
 struct SharedColumns {
-  static constexpr unsigned kTeams = kThreads / kTeam, kWarps = kTeam / kWarp, kWords = kVec / 2;
-  std::uint32_t words[kTeams][kVecs * kWarps][kWords][kWarp + 4];
+  static constexpr unsigned kTeams = kThreads / kTeam, kWarps = kTeam / kWarp;
+  std::uint32_t words[kTeams][kVecs * kWarps][kPairs][kWarp + 4];
 };
 
 // Raises `out`, of a matrix, to the columns' amaxes of all threads of the block.   shared: read by
 // no thread before
-template <int kTeam, int kVecs>
-__device__ __forceinline__ void raise_columns(const ColumnAmaxes<kVecs>& columns,
-                                              SharedColumns<kTeam, kVecs>& shared,
+template <int kTeam, int kVecs, int kPairs>
+__device__ __forceinline__ void raise_columns(const ColumnAmaxes<kVecs, kPairs>& columns,
+                                              SharedColumns<kTeam, kVecs, kPairs>& shared,
                                               std::uint32_t cols, std::uint32_t* out) {
-  using Shared = SharedColumns<kTeam, kVecs>;
-  constexpr unsigned kTeams = Shared::kTeams, kWarps = Shared::kWarps, kWords = Shared::kWords;
+  using Shared = SharedColumns<kTeam, kVecs, kPairs>;
+  constexpr unsigned kTeams = Shared::kTeams, kWarps = Shared::kWarps;
   const unsigned thread = threadIdx.x % kTeam;
 #pragma unroll
   for (int i = 0; i < kVecs; ++i)
 #pragma unroll
-    for (unsigned k = 0; k < kWords; ++k)
+    for (int k = 0; k < kPairs; ++k)
       shared.words[threadIdx.x / kTeam][i * kWarps + thread / kWarp][k][thread % kWarp] =
           columns.w[i][k];
   __syncthreads();
   for (std::uint32_t pair = threadIdx.x; pair * 2 < cols; pair += kThreads) {
-    const unsigned vec = pair / kWords;
+    const unsigned vec = pair / kPairs;
     std::uint32_t m = 0;
 #pragma unroll
     for (unsigned t = 0; t < kTeams; ++t)
-      m = __vmaxu2(m, shared.words[t][vec / kWarp][pair % kWords][vec % kWarp]);
+      m = __vmaxu2(m, shared.words[t][vec / kWarp][pair % kPairs][vec % kWarp]);
     atomicMax(out + pair * 2, m << 16);
     if (pair * 2 + 1 < cols) atomicMax(out + pair * 2 + 1, m & 0xFFFF'0000u);
   }
