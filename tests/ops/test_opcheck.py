@@ -86,7 +86,7 @@ def expert_calls():
     yield ops.swiglu_operands, (half, half.clone(), torch.rand(40), "nvfp4"), {"pairs": pairs}
     dh = torch.randn(40, 24)
     yield ops.swiglu_backward, (dh, fused, None, torch.rand(40)), options
-    yield ops.swiglu_backward, (dh, fused, None, torch.rand(40)), options | {"amaxes": True}
+    yield ops.swiglu_backward, (dh, fused, None, torch.rand(40)), every | {"amaxes": True}
     others = (half, half.clone(), half.clone(), torch.rand(20, 2))
     yield ops.swiglu_backward, others, {"pairs": pairs}
     inverse = {"places": pairs.argsort().int().view(20, 2)}
