@@ -327,17 +327,24 @@ def test_gradients_that_are_not_needed_are_not_computed():
 
 
 class CastAmaxes(TorchDispatchMode):
-    """Lists the columnwise casts of rows and weights, each with whether its amax was passed."""
+    """Lists casts, each with whether an amax was passed: columnwise ones alone, and of gradients.
+
+    Those of gradients cast in both directions, and are listed with both.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: list[tuple[str, bool]] = []
+        self.of_gradients: list[tuple[bool, bool]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         names = [a.name for a in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
         if func._opname in ("quantize", "quantize_swiglu") and not given["row"]:
             self.found.append((given["col"], given.get("amax_col") is not None))
+        if func._opname == "quantize" and given["row"] and given["col"]:
+            amaxes = given.get("amax_row"), given.get("amax_col")
+            self.of_gradients.append((amaxes[0] is not None, amaxes[1] is not None))
         return func(*args, **(kwargs or {}))
 
 
@@ -353,6 +360,28 @@ def test_backward_takes_the_amaxes_that_forward_has_found(recipe, shared):
         y.sum().backward()
     assert len(seen.found) == 4
     assert sum(is_given for _, is_given in seen.found) == shared
+
+
+@pytest.mark.parametrize(
+    ("recipe", "taken"),
+    [
+        ("fp8_tensorwise", (True, True)),
+        ("fp8_rowwise", (True, True)),
+        ("nvfp4", (True, False)),  # columns are transformed
+        ("fp8_blockwise", (False, False)),
+    ],
+)
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_casts_of_gradients_take_the_amaxes_that_swiglu_backward_finds(is_fused, recipe, taken):
+    torch.manual_seed(0)
+    options = {"fused_w13": is_fused, "dtype": torch.bfloat16, "balance": None}
+    layer = mf.MoE(64, 32, 4, 2, recipe=recipe, **options)
+    y = layer(torch.randn(40, 64, dtype=torch.bfloat16, requires_grad=True))
+    with CastAmaxes() as seen:
+        y.sum().backward()
+    of_result, *of_products = seen.of_gradients
+    assert of_result == (False, False)
+    assert of_products == [taken] * (1 if is_fused else 2)
 
 
 def test_double_backward_is_refused():

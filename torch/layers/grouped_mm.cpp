@@ -225,9 +225,13 @@ Tensor largest_of_groups(const Tensor& of_columns) {
 // Sets the amaxes that the gradient's casts take, from those of its rows and of its columns.
 void set_gradient_amaxes(const GroupedCall& call, ModuleState& state) {
   if (!call.g_amax_of_rows.defined()) return;
+  Tensor of_groups;
   const auto amax_for = [&](Place place, const Tensor& of_lines) -> std::optional<Tensor> {
     const Spec& spec = call.recipe.specs[place];
-    if (has_amax_of_values(spec)) return largest_of_groups(call.g_amax_of_columns);
+    if (has_amax_of_values(spec)) {
+      if (!of_groups.defined()) of_groups = largest_of_groups(call.g_amax_of_columns);
+      return of_groups;
+    }
     return spec.has_row_amax() && spec.transform == 0 ? std::optional(of_lines) : std::nullopt;
   };
   state.amax_of_rowwise = amax_for(kDgradG, call.g_amax_of_rows);
