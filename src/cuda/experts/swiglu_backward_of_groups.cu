@@ -21,7 +21,7 @@ constexpr int kMostSteps = 4;  // of a row; each takes kSwiGluPartials columns
 // The gradient of gate, or of up, and its amaxes.
 struct Half {
   Bf16* to;                // rows `stride` elements apart
-  std::uint32_t* rows;     // that of a whole row: where both halves have the same
+  std::uint32_t* rows;     // of one matrix, both halves have the same: amaxes of whole rows
   std::uint32_t* columns;  // groups `columns_stride` apart, zero before
 };
 struct GroupArgs {
