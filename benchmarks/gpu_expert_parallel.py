@@ -1,13 +1,17 @@
 """mf.MoE divided over GPUs of one host: time of both passes, and bytes that dispatch sends.
 
-torchrun --nproc-per-node 2 benchmarks/gpu_expert_parallel.py [--recipes …] [--tokens 8192]
+torchrun --nproc-per-node 2 benchmarks/gpu_expert_parallel.py [--recipes …] [--graph]
 torchrun --nproc-per-node 4 benchmarks/gpu_expert_parallel.py --layers 7168x2048x32x4 --tokens 4096
     [--shards 2]                        # FSDP2 over 2 ranks, expert parallel over the other 2
 
 layer   D x I x experts x k, by default 7168x2048x8x2 and 2048x768x128x8; bf16 parameters, w13
         fused; each rank has `--tokens` tokens
 wires   an all-to-all of 64 MiB a rank: GB/s that a GPU receives from the others
+sizes   --capacities: none, exact sizes; all, room for every row; a number, that many times the mean
+        number of rows from a rank to another. --graph captures forward, backward and mf.step in a
+        CUDA graph and times its replays, which needs a capacity
 time    median of forward and backward by the host's clock, of the slowest rank
+dropped rows past the capacity on rank 0, of an uncaptured step
 bytes   of one row at torch's collective, x in forward and g in backward
 ratio   the time of the first recipe, bf16 by default, of the same capacity over the recipe's;
         x_share and g_share: the recipe's bytes over that one's
@@ -15,6 +19,7 @@ ratio   the time of the first recipe, bf16 by default, of the same capacity over
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from typing import Any
@@ -27,6 +32,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tests.support.graphs import captured
 
 LAYERS = "7168x2048x8x2,2048x768x128x8"
 SIZES = "dim", "hidden", "experts", "top_k"
@@ -67,7 +74,14 @@ def built(layer: dict[str, int], recipe: str, mesh: DeviceMesh, **options: Any) 
     return moe
 
 
-def measure(moe: mf.MoE, tokens: int, repeats: int) -> dict[str, Any]:
+def capacity_of(text: str, layer: dict[str, int], tokens: int, ranks: int) -> int | str | None:
+    """Returns the `capacity` of mf.expert_parallel for an entry of --capacities."""
+    if text in ("none", "all"):
+        return None if text == "none" else text
+    return math.ceil(float(text) * tokens * layer["top_k"] / ranks)
+
+
+def measure(moe: mf.MoE, tokens: int, repeats: int, graph: bool) -> dict[str, Any]:
     """Returns the median time of both passes in ms, and the bytes of a row of x and of g."""
     torch.manual_seed(1 + dist.get_rank())
     device = moe.router.weight.device
@@ -83,17 +97,22 @@ def measure(moe: mf.MoE, tokens: int, repeats: int) -> dict[str, Any]:
 
     with RowBytes() as rows:
         step()
+    run = step
+    if graph:
+        captures, _ = captured(step, capture_error_mode="thread_local")
+        run = captures.replay
     times = []
     for i in range(repeats + repeats // 4 + 1):
         dist.barrier()
         wait()
         begin = time.perf_counter()
-        step()
+        run()
         wait()
         if i > repeats // 4:
             times.append(1e3 * (time.perf_counter() - begin))
     x_row, _, g_row, _ = rows.found
-    return {"ms": ranks.slowest(statistics.median(times), device), "x": x_row, "g": g_row}
+    found = {"ms": ranks.slowest(statistics.median(times), device), "x": x_row, "g": g_row}
+    return {**found, "dropped": moe.experts.parallel.step_dropped}
 
 
 def main() -> None:
@@ -102,7 +121,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--layers", type=timing.shapes, default=LAYERS, help="%(default)s")
     parser.add_argument("--shards", type=int, default=1, help="ranks of FSDP2: %(default)s")
+    parser.add_argument("--capacities", default="none,all", help="%(default)s")
+    parser.add_argument("--graph", action="store_true", help="replays of a CUDA graph")
     args = parser.parse_args()
+    if args.graph and "none" in args.capacities.split(","):
+        parser.error("--graph: expected --capacities without none, which waits for the device")
     device = ranks.join(timing.require_device(args.device).type)
     is_cuda = device.type == "cuda"
     sizes = args.shards, dist.get_world_size() // args.shards
@@ -113,7 +136,8 @@ def main() -> None:
     layers = asked if is_cuda else [TINY]
     repeats = 5 if args.quick else 20
     for layer in layers[:1] if args.quick else layers:
-        for capacity in (None, "all"):
+        for entry in args.capacities.split(","):
+            capacity = capacity_of(entry, layer, args.tokens, sizes[1])
             bf16: dict[str, Any] = {}
             for recipe in args.recipes.split(","):
                 for dispatch in ("bf16", "codes"):
@@ -121,13 +145,14 @@ def main() -> None:
                         continue
                     options = {"dispatch": dispatch, "capacity": capacity}
                     moe = built(layer, recipe, mesh, **options)
-                    found = measure(moe, args.tokens, repeats)
+                    found = measure(moe, args.tokens, repeats, args.graph)
                     bf16 = bf16 or found
                     ratios = {
                         "ratio": bf16["ms"] / found["ms"],
                         "x_share": found["x"] / bf16["x"],
                         "g_share": found["g"] / bf16["g"],
                     }
+                    options |= {"graph": args.graph}
                     records.append({**layer, "recipe": recipe, **options, **found, **ratios})
                     if dist.get_rank() == 0:
                         print(records[-1], flush=True)

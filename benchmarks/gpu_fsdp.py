@@ -5,7 +5,9 @@ The model is Llama blocks on several GPUs of one host.
     torchrun --nproc-per-node 4 benchmarks/gpu_fsdp.py [--seq 2048,8192] [--recipes …] [--eager]
     python benchmarks/gpu_fsdp.py --alone 4    # one rank of four on one GPU: nothing is sent
 
-A recipe `NAME wire=SPEC` sends gradients by mf.quantize_gradients_(model, SPEC), not with --alone.
+`--graph` captures the step, the optimizer and mf.step included, in one CUDA graph, and times its
+replays. A recipe `NAME wire=SPEC` sends gradients by mf.quantize_gradients_(model, SPEC), not with
+--alone.
 
     work    8 blocks of Llama 3 8B's sizes, without rotary embedding and head; fp32 parameters, bf16
             compute, fp32 reduction; blocks compiled and sharded; forward, backward, fused AdamW,
@@ -29,7 +31,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read when torch is imported
@@ -41,11 +42,11 @@ import torch
 import torch.distributed as dist
 from _parity_wire import WIRE
 from _peers import TORCHAO, convert_by_torchao, installed
+from gpu_blocks import Block
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-from train_zero3 import Block
+from tests.support.graphs import captured
 
 BLOCKS, WIDTH = 8, 4096
 IN_BF16 = ["wk", "wv"]
@@ -67,6 +68,7 @@ class Setting:
     device: torch.device
     width: int = WIDTH
     compiled: bool = True
+    graph: bool = False
     options: dict[str, Any] = field(default_factory=dict)  # of mf.quantize_
 
 
@@ -132,7 +134,7 @@ def step_ms(
     model: nn.Module, recipe: str, seq: int, setting: Setting
 ) -> tuple[float, float, float]:
     """Times a step: whole and the host's calls, of the slowest rank; this rank's device alone."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=setting.graph)
     device = setting.device
     x = torch.randn(1, seq, setting.width, device=device, dtype=torch.bfloat16)
     finish = after_step(recipe)
@@ -146,19 +148,25 @@ def step_ms(
 
     for _ in range(WARM_STEPS):
         step()
+    run = step
+    if setting.graph:
+        torch.cuda.empty_cache()  # of the uncaptured steps: a graph has memory of its own
     torch.cuda.reset_peak_memory_stats()
+    if setting.graph:
+        graph, _ = captured(step, warm_ups=0, capture_error_mode="thread_local")
+        run = graph.replay
     whole, host = [], []
     for _ in range(STEPS):
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
         start = time.perf_counter()
-        step()
+        run()
         called = time.perf_counter() - start
         torch.cuda.synchronize()
         whole.append(ranks.slowest(time.perf_counter() - start, device))
         host.append(ranks.slowest(called, device))
-    return 1e3 * statistics.median(whole), 1e3 * statistics.median(host), device_ms(step)
+    return 1e3 * statistics.median(whole), 1e3 * statistics.median(host), device_ms(run)
 
 
 def device_ms(step: Callable[[], None]) -> float:
@@ -209,6 +217,7 @@ def main() -> int:
     peers = [TORCHAO_RECIPE] if installed(TORCHAO) else []
     parser.add_argument("--recipes", default=",".join(RECIPES + peers), help="bf16 first")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--graph", action="store_true", help="the step in a CUDA graph")
     parser.add_argument("--memory", default="speed", help="of mf.quantize_: speed or weights")
     parser.add_argument("--fuse", action="store_true", help="fuse casts into what comes before")
     parser.add_argument("--width", type=int, default=WIDTH, help="of a block: a multiple of 512")
@@ -226,13 +235,14 @@ def main() -> int:
         device = ranks.join("cuda")
     gather = None if options.alone else ranks.all_gather_gb_s(device)
     of_quantize = {"memory": options.memory, "fuse": options.fuse}
-    setting = Setting(device, options.width, not options.eager, of_quantize)
+    setting = Setting(device, options.width, not options.eager, options.graph, of_quantize)
     rows = []
     for seq in (int(n) for n in options.seq.split(",")):
         rows += measure(seq, options.recipes.split(","), setting)
     if dist.get_rank() == 0:
         content = {"ranks": dist.get_world_size(), "is_alone": bool(options.alone)}
-        content |= {"width": options.width, "all_gather_gb_s": gather, **of_quantize}
+        content |= {"width": options.width, "graph": options.graph}
+        content |= {"all_gather_gb_s": gather, **of_quantize}
         content["rows"] = [asdict(r) for r in rows]
         timing.write_json(options.out, device, **content)
     mf.destroy_process_group()

@@ -36,7 +36,9 @@ import torch
 import torch.distributed as dist
 import torch.utils.deterministic
 from torch import Tensor, nn
-from train_zero3 import Block, Zero3  # gpu_fsdp finds the examples
+
+sys.path.append(str(timing.ROOT / "examples"))
+from train_zero3 import Block, Zero3
 
 BLOCKS, STEPS, RATE = 5, 100, 1e-4
 RECIPES = "fp8_tensorwise,fp8_rowwise,nvfp4"

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..._native import ops
 from ...checks import require_int, require_module
 from ...nn.names import clean_name, join, unwrapped
-from ...nn.state.random_state import GRADIENT_RNG, RngState
+from ...nn.state.random_state import GRADIENT_RNG, RngState, is_capturing
 from ...spec import Spec
 from ..handshake import require_equal, wait_for_all
 from .gather import UnknownFsdpError, groups_of, policy_of
@@ -109,13 +109,12 @@ class ReduceScatterOfCodes:
 
         All modules of a step have one count. It begins with the first module that draws again.
         """
-        state = self.shared.state
-        if state.current is None or state.current is self.drawn:
-            state.begin(True)
+        state, is_captured = self.shared.state, is_capturing(device)
+        if state.current is None or state.current is self.drawn or state.is_captured != is_captured:
+            state.begin(True, device)
         self.drawn = cast(Tensor, state.current)
-        rng = torch.empty(2, dtype=torch.int64, device=device)
+        rng = self.drawn.clone()
         rng[0].fill_(ops.mix_seed(state.seed, self.rank))  # a fill waits for no copy from the host
-        rng[1].fill_(int(self.drawn[1]))
         return rng
 
     def _agree(self, group: dist.ProcessGroup, device: torch.device) -> None:

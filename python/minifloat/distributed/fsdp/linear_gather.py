@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...nn.linear import Linear
-from ...nn.state.random_state import is_in_backward
+from ...nn.state.random_state import is_capturing, is_in_backward
 from ...spec import Spec
 from ...tensor.quantized import Quantized
 from ..handshake import wait_for_all
@@ -230,6 +230,7 @@ class Batch:
         self.exchanged = [self.native.exchanged(selection) for selection in (FORWARD, BACKWARD)]
         self.splits = [gather for gather in gathers if gather.plan.mode == "split"]
         self.measured: State = []  # when mf.step exchanged amaxes
+        self.is_captured = False  # whether a CUDA graph has captured a gather
         self.start(FORWARD, [], [])
 
     # ---- a gather --------------------------------------------------------------------------------
@@ -348,12 +349,14 @@ class Batch:
         """Tells whether the amaxes that mf.step exchanged are those of the shards' values.
 
         All ranks must answer the same, because they exchange amaxes where the answer is no. So a
-        rank that has counted a write waits for the others to say that they have, too.
+        rank that has counted a write waits for the others to say that they have, too. Replays of a
+        CUDA graph count no write: a gather that a graph has captured, and all after it, measure.
 
         Raises:
             ValueError: other ranks have not written to their shards.
         """
-        if not self.measured:
+        self.is_captured = self.is_captured or is_capturing(shards[0].device)
+        if self.is_captured or not self.measured:
             return False
         now = self.state_of(shards)
         if all([a is b and c == d for (a, c), (b, d) in zip(self.measured, now)]) and now:

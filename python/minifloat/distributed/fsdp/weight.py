@@ -136,7 +136,8 @@ def require_no_shard(module: nn.Module, fqn: str, weight: Tensor) -> None:
 def sharded_batches(model: nn.Module) -> dict[dist.ProcessGroup, dict[Batch, list[Tensor]]]:
     """Finds the batches and their shards, by process group.
 
-    Leaves out weights that have not been gathered yet, and those that FSDP2 offloads.
+    Leaves out weights that have not been gathered yet, those that FSDP2 offloads, and those whose
+    gathers a CUDA graph has captured: they measure their shards.
     """
     found: dict[dist.ProcessGroup, dict[Batch, list[Tensor]]] = {}
     for module in model.modules():
@@ -150,6 +151,8 @@ def sharded_batches(model: nn.Module) -> dict[dist.ProcessGroup, dict[Batch, lis
         if local.shard.device.type != parameter.device_mesh.device_type:
             continue
         batch = gather.joined_batch()
+        if batch.is_captured:
+            continue
         batches = found.setdefault(gather.group, {})
         if batch not in batches:
             batches[batch] = batch.shards() or [local.shard]
