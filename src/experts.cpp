@@ -121,6 +121,45 @@ void take_rows(const TakeRows& copy, const Execution& execution) {
   MINIFLOAT_ON(copy.device, take_rows(copy, execution));
 }
 
+RowLayout::RowLayout(const std::vector<std::int64_t>& field_bytes) {
+  constexpr std::int64_t kField = 4, kRow = 16;
+  for (const std::int64_t bytes : field_bytes) {
+    begins.push_back(round_up(row_bytes, kField));
+    row_bytes = begins.back() + bytes;
+  }
+  row_bytes = round_up(row_bytes, kRow);
+}
+
+RowLayout PackRows::layout() const {
+  std::vector<std::int64_t> bytes;
+  for (const RowField& field : fields) bytes.push_back(field.bytes);
+  return RowLayout(bytes);
+}
+
+void pack_rows(const PackRows& pack, const Execution& execution) {
+  check_device("pack_rows", pack.device);
+  MINIFLOAT_CHECK(pack.fields.size() <= kMaxRowFields, "pack_rows: expected at most ",
+                  kMaxRowFields, " fields, got ", pack.fields.size());
+  for (const RowField& field : pack.fields) {
+    MINIFLOAT_CHECK(
+        is_addressable({pack.rows, field.bytes}) && is_addressable({field.from_rows, field.bytes}),
+        "pack_rows: expected rows of at most 2^48 bytes in all, got ", field.from_rows, " of ",
+        field.bytes, " for ", pack.rows);
+    MINIFLOAT_CHECK(0 <= field.slots && field.slots < (std::int64_t{1} << 31),
+                    "pack_rows: expected 0 to 2^31 - 1 slots, got ", field.slots);
+    MINIFLOAT_CHECK(field.slots == 0 || pack.index || pack.rows == 0,
+                    "pack_rows: expected an index of a field with slots, got none");
+    MINIFLOAT_CHECK(field.slots != 0 || field.from_rows == pack.rows,
+                    "pack_rows: expected fields of ", pack.rows, " rows, got ", field.from_rows);
+    // The numbers in index are below 2^31, so rows of `from` beyond have none.
+    const std::int64_t numbers = std::min(field.from_rows, std::int64_t{1} << 31) * field.slots;
+    if (field.slots != 0)
+      check_places("pack_rows", "rows", pack.index, pack.rows, numbers, pack.device);
+  }
+  if (pack.rows == 0 || pack.fields.empty()) return;
+  MINIFLOAT_ON(pack.device, pack_rows(pack, execution));
+}
+
 void add_slots(const AddSlots& sum, const Execution& execution) {
   check_device("add_slots", sum.device);
   MINIFLOAT_CHECK(is_addressable({sum.tokens, sum.cols}) && is_addressable({sum.count, sum.cols}) &&

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "minifloat/core/activation.h"
 #include "minifloat/groups.h"
@@ -125,6 +126,35 @@ struct TakeRows {
   Device device = Device::kCpu;
 };
 void take_rows(const TakeRows& copy, const Execution& execution);
+
+// A field of rows of bytes, whose part of row r is a row of `from`.
+struct RowField {
+  const void* from = nullptr;                              // (from_rows, bytes)
+  std::int64_t from_rows = 0, from_stride = 0, bytes = 0;  // bytes
+  std::int64_t slots = 0;                                  // row index[r] / slots; 0: row r
+};
+inline constexpr std::size_t kMaxRowFields = 6;
+
+// Where fields of these bytes begin in a row: at multiples of 4. A row's length is one of 16.
+struct RowLayout {
+  std::vector<std::int64_t> begins;
+  std::int64_t row_bytes = 0;
+
+  explicit RowLayout(const std::vector<std::int64_t>& field_bytes);
+};
+
+// Copies fields side by side into rows of bytes, which one message sends.
+struct PackRows {
+  std::vector<RowField> fields;         // at most kMaxRowFields
+  const std::int32_t* index = nullptr;  // (rows); null where no field has slots
+  std::int64_t rows = 0;
+  void* to = nullptr;  // (rows, bytes of the layout); zeros between fields, and of an index past
+                       // the last row of `from`
+  Device device = Device::kCpu;
+
+  RowLayout layout() const;
+};
+void pack_rows(const PackRows& pack, const Execution& execution);
 
 // Sums of rows: to[t] = base[t] + Σ over s of rows[places[t, s]], in fp32 in the order of s,
 // rounded once. A place out of range adds nothing.

@@ -191,6 +191,24 @@ void take_rows(const TakeRows& copy, const Execution& execution) {
   });
 }
 
+void pack_rows(const PackRows& pack, const Execution& execution) {
+  const RowLayout layout = pack.layout();
+  parallel_for(execution, pack.rows, pack.rows * layout.row_bytes, [&](std::int64_t r) {
+    char* const to = static_cast<char*>(pack.to) + r * layout.row_bytes;
+    std::int64_t end = 0;  // of what is written
+    for (std::size_t f = 0; f < pack.fields.size(); ++f) {
+      const RowField& field = pack.fields[f];
+      const std::int64_t row = field.slots == 0 ? r : pack.index[r] / field.slots;
+      std::memset(to + end, 0, static_cast<std::size_t>(layout.begins[f] - end));
+      std::memcpy(to + layout.begins[f],
+                  static_cast<const char*>(field.from) + row * field.from_stride,
+                  static_cast<std::size_t>(field.bytes));
+      end = layout.begins[f] + field.bytes;
+    }
+    std::memset(to + end, 0, static_cast<std::size_t>(layout.row_bytes - end));
+  });
+}
+
 void add_slots(const AddSlots& sum, const Execution& execution) {
   sum.dtype == DType::kFloat32 ? add_tokens<float>(sum, execution)
                                : add_tokens<std::uint16_t>(sum, execution);

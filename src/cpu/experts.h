@@ -15,6 +15,7 @@ void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* co
 void quantize_swiglu_backward(const SwiGlu& of, const void* dh, std::int64_t dh_stride,
                               const SwiGluCasts& casts, const Execution& execution);
 void take_rows(const TakeRows& copy, const Execution& execution);
+void pack_rows(const PackRows& pack, const Execution& execution);
 void add_slots(const AddSlots& sum, const Execution& execution);
 
 }  // namespace minifloat::cpu

@@ -274,10 +274,32 @@ def test_take_rows(device, slots, dtype):
     )
 
 
+@pytest.mark.parametrize("columns", [1, 3, 16, 64, 1000, 2048, 7168])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_pack_rows(device, dtype, columns):
+    for tokens, slots in itertools.product((1, 7, 300), (1, 3, 8)):
+        rows = tokens * slots
+        index = torch.randperm(rows).int()
+        fields = [
+            torch.randint(0, 200, (tokens, columns)).to(dtype),
+            torch.randint(0, 200, (rows, columns + 2))[:, 1:-1].to(dtype),  # of an odd pitch
+            torch.rand(rows),
+            torch.randint(0, 200, (rows, 5), dtype=torch.uint8),
+            index,
+        ]
+        order = {"slots": [slots, 0, 1, 1, 0]}
+        want = ops.pack_rows(fields, index, **order)
+        given = [on(device, field) for field in fields]
+        got = ops.pack_rows(given, index.to(device), **order)
+        require_same_bytes(got, want, f"{dtype}, {columns} columns, {tokens} tokens, {slots} slots")
+
+
 def test_numbers_out_of_range_on_the_device(cuda):
     """A GPU's numbers are not copied to the host: rows out of range are zeros."""
     x, index = torch.ones(4, 24, device=cuda), torch.tensor([3, 4, -1, 2**31 - 1, 0]).int()
     assert ops.take_rows(x, index.to(cuda))[:, 0].tolist() == [1, 0, 0, 0, 1]
+    packed = ops.pack_rows([x], index.to(cuda), slots=[1]).view(torch.float32)
+    assert packed[:, 0].tolist() == [1, 0, 0, 0, 1]
     inverse = torch.tensor([[1], [2], [3], [0]], dtype=torch.int32, device=cuda)
     by_places = ops.take_rows(x, index[:4].to(cuda), places=inverse)
     assert by_places[:, 0].tolist() == [1, 0, 0, 0]

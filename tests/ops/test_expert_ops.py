@@ -235,6 +235,38 @@ def test_take_rows_is_indexing(tokens, slots, shape, dtype, rows):
     assert torch.equal(ops.take_rows(x, index, slots, places=places), found)
 
 
+FIELDS = st.tuples(
+    st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64]),
+    st.sampled_from([None, 1, 3, 16, 65, 128]),  # columns; None: one dimension
+    st.sampled_from([0, 1, 3]),  # slots
+)
+
+
+@given(st.integers(0, 9), st.lists(FIELDS, min_size=1, max_size=6))
+@settings(max_examples=80, deadline=None)
+def test_pack_rows_is_side_by_side(tokens, kinds):
+    """Compares with a loop over fields, which places them by their bytes."""
+    index = torch.randint(0, 3 * tokens, (tokens,), dtype=torch.int32) if tokens else None
+    fields, parts, end = [], [], 0
+    for dtype, columns, slots in kinds:
+        shape = (tokens,) if columns is None else (tokens, columns)
+        if slots == 1:
+            shape = (3 * tokens, *shape[1:])
+        field = torch.randint(0, 200, shape).to(dtype)
+        rows = field if slots == 0 or index is None else field[index.long() // slots]
+        begin = -(-end // 4) * 4
+        end = begin + (columns or 1) * dtype.itemsize
+        parts.append((begin, end, rows.reshape(tokens, columns or 1)))
+        fields.append(misplaced(field, 1))
+    want = torch.zeros(tokens, -(-end // 16) * 16, dtype=torch.uint8)
+    for begin, stop, rows in parts:
+        want[:, begin:stop] = rows.contiguous().view(torch.uint8)
+    slots = [slots if index is not None else 0 for _, _, slots in kinds]
+    assert torch.equal(ops.pack_rows(fields, index, slots=slots), want)
+    sizes = [(columns or 1) * dtype.itemsize for dtype, columns, _ in kinds]
+    assert ops.row_layout(sizes) == [*(begin for begin, _, _ in parts), want.shape[1]]
+
+
 @given(st.integers(0, 9), st.integers(0, 8), widths, st.sampled_from(DTYPES), st.booleans())
 @settings(max_examples=60, deadline=None)
 def test_add_slots_is_a_loop(tokens, slots, cols, dtype, has_base):
@@ -291,6 +323,15 @@ ONES = torch.ones(4)
             lambda: ops.take_rows(X, torch.arange(4).int(), places=torch.zeros(4, 2).int()),
             r"places as \(4, 1\) for 4 rows, got \[4, 2\]",
         ),
+        (lambda: ops.pack_rows([X] * 7), "expected 1 to 6 fields, got 7"),
+        (lambda: ops.pack_rows([X[None]]), "dense fields of 1 or 2 dimensions, got Strided of 3"),
+        (lambda: ops.pack_rows([X, X[:3]]), "expected fields of 4 rows, got 3"),
+        (lambda: ops.pack_rows([X], slots=[1]), "an index of a field with slots, got none"),
+        (lambda: ops.pack_rows([X], ONES.int(), slots=[1, 1]), "slots of each of 1 fields, got 2"),
+        (lambda: ops.pack_rows([X], ONES.int(), slots=[-1]), "0 to 2\\^31 - 1 slots, got -1"),
+        (lambda: ops.pack_rows([X], ONES, slots=[1]), "index as int32 of 1 dimension, got Float"),
+        (lambda: ops.pack_rows([X], ONES.int() * 8, slots=[2]), "rows of 0 to 7, got 8 at 0"),
+        (lambda: ops.row_layout([4, -1]), "row_layout: expected bytes"),
         (lambda: ops.add_slots(X, torch.tensor([[4]]).int()), "places of 0 to 3, got 4 at 0"),
         (
             lambda: ops.add_slots(X, torch.tensor([[1]]).int(), X[:1].double()),

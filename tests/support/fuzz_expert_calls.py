@@ -86,6 +86,24 @@ def _take_rows(rng: Random, arena: Arena) -> Call:
     return op_call("take_rows", x=x, index=index, slots=slots, places=places)
 
 
+@call("pack_rows")
+def _pack_rows(rng: Random, arena: Arena) -> Call:
+    tokens, rows = rng.choice((1, 5, 40)), rng.choice((0, 1, 33))
+    fields, slots = [], []
+    for _ in range(rng.choice((1, 2, 6))):
+        slots.append(rng.choice((0, 1, 3)))
+        columns = rng.choice(((), (1,), (3,), (64,)))
+        field = torch.randint(0, 9, (rows if slots[-1] == 0 else tokens, *columns))
+        fields.append(arena.place(field.to(rng.choice(DTYPES))))
+    index = _numbers(rng, arena, (rows,), tokens)
+    return op_call("pack_rows", fields=fields, index=index, slots=slots)
+
+
+@call("row_layout")
+def _row_layout(rng: Random, arena: Arena) -> Call:
+    return op_call("row_layout", field_bytes=[rng.randrange(99) for _ in range(rng.randrange(7))])
+
+
 @call("add_slots")
 def _add_slots(rng: Random, arena: Arena) -> Call:
     rows, tokens, slots, cols = (rng.choice(n) for n in ((1, 9), (0, 1, 7), (0, 1, 5), (0, 1, 72)))

@@ -1,6 +1,7 @@
-// The ops take_rows and add_slots: the copies between tokens and the rows of experts.
-// experts_autograd.cpp differentiates them.
+// The ops take_rows and add_slots, the copies between tokens and the rows of experts, which
+// experts_autograd.cpp differentiates; and pack_rows, which copies rows to messages.
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "minifloat/experts.h"
@@ -79,6 +80,73 @@ Tensor take_rows_kernel(const Tensor& x, const Tensor& index, SymInt slots,
   return out;
 }
 
+// ---- Messages -----------------------------------------------------------------------------------
+std::vector<std::int64_t> row_layout_of(at::IntArrayRef field_bytes) {
+  for (const std::int64_t bytes : field_bytes) bridge::check_size("row_layout", "bytes", bytes);
+  RowLayout layout(field_bytes.vec());
+  layout.begins.push_back(layout.row_bytes);
+  return layout.begins;
+}
+
+// Returns the fields without memory, after all checks of them.
+PackRows fields_of(at::TensorList fields, const MaybeTensor& index, at::IntArrayRef slots) {
+  constexpr const char* kOp = "pack_rows";
+  TORCH_CHECK_VALUE(!fields.empty() && fields.size() <= kMaxRowFields, kOp, ": expected 1 to ",
+                    kMaxRowFields, " fields, got ", fields.size());
+  TORCH_CHECK_VALUE(slots.empty() || slots.size() == fields.size(), kOp,
+                    ": expected slots of each of ", fields.size(), " fields, got ", slots.size());
+  if (index) check_index(kOp, "index", *index, 1, fields[0]);
+  PackRows pack;
+  for (std::size_t f = 0; f < fields.size(); ++f) {
+    const Tensor& t = fields[f];
+    TORCH_CHECK_VALUE((t.dim() == 1 || t.dim() == 2) && t.layout() == at::kStrided, kOp,
+                      ": expected dense fields of 1 or 2 dimensions, got ", t.layout(), " of ",
+                      t.dim());
+    bridge::check_sizes(kOp, "a field", t);
+    TORCH_CHECK_VALUE(t.device() == fields[0].device(), kOp, ": expected fields on ",
+                      fields[0].device(), ", got ", t.device());
+    const std::int64_t columns = t.dim() == 2 ? t.sym_size(1).guard_int(__FILE__, __LINE__) : 1;
+    pack.fields.push_back({.bytes = columns * static_cast<std::int64_t>(t.element_size()),
+                           .slots = slots.empty() ? 0 : slots[f]});
+  }
+  return pack;
+}
+
+Tensor pack_rows_meta(at::TensorList fields, const MaybeTensor& index, at::IntArrayRef slots) {
+  const PackRows pack = fields_of(fields, index, slots);
+  const SymInt rows = index ? index->sym_size(0) : fields[0].sym_size(0);
+  return torch_ops::empty(fields[0], {rows, pack.layout().row_bytes}, at::kByte);
+}
+
+Tensor pack_rows_kernel(at::TensorList fields, const MaybeTensor& index, at::IntArrayRef slots) {
+  constexpr const char* kOp = "pack_rows";
+  PackRows pack = fields_of(fields, index, slots);
+  const Tensor out = pack_rows_meta(fields, index, slots);
+  bridge::check_sizes(kOp, "the result", out);
+  std::vector<Tensor> adjacent_fields;
+  for (std::size_t f = 0; f < fields.size(); ++f) {
+    bridge::check_memory(kOp, "a field", fields[f]);
+    const Tensor& from =
+        adjacent_fields.emplace_back(fields[f].dim() == 2 ? adjacent(fields[f]) : fields[f]);
+    RowField& field = pack.fields[f];
+    field.from = from.const_data_ptr();
+    field.from_rows = from.size(0);
+    field.from_stride = from.stride(0) * static_cast<std::int64_t>(from.element_size());
+  }
+  Tensor numbers;
+  if (index) {
+    bridge::check_memory(kOp, "index", *index);
+    numbers = index->contiguous();
+    pack.index = numbers.const_data_ptr<std::int32_t>();
+  }
+  pack.rows = out.size(0);
+  pack.to = out.mutable_data_ptr();
+  pack.device = bridge::backend_of(out);
+  bridge::with_value_errors([&] { pack_rows(pack, bridge::ExecutionOn(out)); });
+  return out;
+}
+
+// ---- Sums ---------------------------------------------------------------------------------------
 // pairs: for the gradient
 Tensor add_slots_meta(const Tensor& rows, const Tensor& places, const MaybeTensor& base,
                       const MaybeTensor& pairs) {
@@ -124,6 +192,7 @@ Tensor add_slots_kernel(const Tensor& rows, const Tensor& places, const MaybeTen
 void register_copies(torch::Library& m) {
   m.impl("take_rows", take_rows_kernel);
   m.impl("add_slots", add_slots_kernel);
+  m.impl("pack_rows", pack_rows_kernel);
 }
 
 }  // namespace
@@ -150,6 +219,11 @@ TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_copies(m); }
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("take_rows", take_rows_meta);
   m.impl("add_slots", add_slots_meta);
+  m.impl("pack_rows", pack_rows_meta);
 }
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
+  m.impl("pack_rows", torch::autograd::autogradNotImplementedFallback());
+}
+TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) { m.impl("row_layout", row_layout_of); }
 
 }  // namespace minifloat

@@ -300,6 +300,11 @@ TORCH_LIBRARY(minifloat, m) {
         tags);
   m.def("add_slots(Tensor rows, Tensor places, Tensor? base=None, *, Tensor? pairs=None) -> Tensor",
         tags);
+  // Rows of bytes, uint8 (M, bytes): fields (rows, columns) or (rows) side by side. Row r has the
+  // row index[r] / slots of a field with slots, else the field's row r. row_layout: of fields of
+  // these bytes a row, where each begins, then the bytes of a row.
+  m.def("pack_rows(Tensor[] fields, Tensor? index=None, *, int[] slots=[]) -> Tensor", tags);
+  m.def("row_layout(int[] field_bytes) -> int[]");
 
   // A step of delayed scaling. histories: float32 (…, 1 + length), of one shape. Column 0 is the
   // active amax, column 1 the current amax of this step. algorithm: "max" or "most_recent".

@@ -4,7 +4,7 @@
     send                 one all_to_all_single; rows that arrive lie in the order of their ranks
     back                 the way back of as many rows, of any width
 
-A row is bytes: fields of several dtypes, each at a multiple of 4, the whole a multiple of 16.
+A row is bytes: fields of several dtypes, side by side where the op row_layout says.
 
 Shape suffixes: M rows that this rank sends, R ranks, B bytes of a row.
 """
@@ -21,37 +21,34 @@ from torch import Tensor
 
 from ..._native import ops
 
-FIELD, ROW = 4, 16  # bytes that a field's start and a row's length are multiples of
-
-
-def padded(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
-
 
 class RowLayout:
     """The fields of a row: (dtype, columns) each."""
 
     def __init__(self, *fields: tuple[torch.dtype, int]) -> None:
-        self.fields: list[tuple[torch.dtype, int, int]] = []  # dtype, begin and end in bytes
-        end = 0
-        for dtype, columns in fields:
-            begin = padded(end, FIELD)
-            end = begin + columns * dtype.itemsize
-            self.fields.append((dtype, begin, end))
-        self.row_bytes = padded(end, ROW)
+        sizes = [dtype.itemsize * columns for dtype, columns in fields]
+        *begins, self.row_bytes = ops.row_layout(sizes)
+        self.fields = [
+            (dtype, begin, begin + size) for (dtype, _), begin, size in zip(fields, begins, sizes)
+        ]
 
-    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Copies one tensor a field, (M, columns) or (M) each, to rows: uint8 (M, B)."""
-        first = tensors[0]
-        shape = first.shape[0], self.row_bytes
-        rows = torch.empty(shape, dtype=torch.uint8, device=first.device)
-        done = 0
-        for (_, begin, end), tensor, view in zip(self.fields, tensors, self.unpack(rows)):
-            rows[:, done:begin].zero_()
-            view.copy_(tensor if tensor.dim() == 2 else tensor[:, None])
-            done = end
-        rows[:, done:].zero_()
-        return rows
+    def pack(
+        self, tensors: Sequence[Tensor], index: Tensor | None = None, slots: Sequence[int] = ()
+    ) -> Tensor:
+        """Puts one tensor a field, (rows, columns) or (rows) each, side by side.
+
+        Args:
+            tensors: of the dtypes of the fields.
+            index: int32 (M), for fields with slots.
+            slots: of each field, whose row r is the tensor's row index[r] / slots; 0: its row r.
+
+        Returns:
+            uint8 (M, B); one whole field itself.
+        """
+        is_whole = len(self.fields) == 1 and self.fields[0][2] == self.row_bytes
+        if is_whole and index is None and tensors[0].is_contiguous():
+            return tensors[0].view(torch.uint8)
+        return ops.pack_rows(tensors, index, slots=slots)
 
     def unpack(self, rows: Tensor) -> list[Tensor]:
         """Returns a view of each field, (M, columns)."""

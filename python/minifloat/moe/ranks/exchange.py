@@ -31,7 +31,7 @@ from ...nn.state.recipe_state import ExpertRange
 from ...recipe import Recipe, operand_names
 from ...spec import Spec
 from ...tensor.quantized import Operand
-from ..feed_forward import Order, Products, add_slots, order_rows, take_rows
+from ..feed_forward import Order, Products, add_slots, order_rows
 from .dispatch import Route, RowLayout
 
 X, G = "x/fprop", "g/dgrad"  # the operands that can travel as codes
@@ -155,15 +155,17 @@ class CodeSender:
 
     def quantize_tokens(
         self, x: Tensor, way: Way, tokens: Operand | None
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns what `quantize` does of the tokens' rows: copies of codes of x where those fit.
+    ) -> tuple[list[Tensor], list[Tensor], int]:
+        """Returns what `quantize` does of the tokens' rows, and the slots by which to pack them.
+
+        Slots are 0 of rows, and k of the codes of the tokens themselves.
 
         tokens: x as a linear layer reads it, which reads values where its product is exact.
         """
         if tokens is None or self.spec.amax_of == "tensor" or not tokens.has_codes:
-            return self.quantize(x, way, way.sent.tokens)
+            return *self.quantize(x, way, way.sent.tokens), 0
         none = torch.empty(0, device=x.device)
-        return [take_rows(t, way.sent) for t in (tokens.codes, tokens.scale)], [none, none]
+        return [tokens.codes, tokens.scale], [none, none], way.sent.slots
 
     @property
     def _own(self) -> slice:
@@ -217,13 +219,14 @@ class Dispatch(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         order, sender, width = way.sent, way.x, x.shape[1]
         if sender is None:
-            fields, kinds = [take_rows(x, order)], [(x.dtype, width)]
+            fields, slots, kinds = [x], order.slots, [(x.dtype, width)]
         else:
-            fields, shared = sender.quantize_tokens(x, way, tokens)
+            fields, shared, slots = sender.quantize_tokens(x, way, tokens)
             kinds = sender.fields(width)
         layout = RowLayout(*kinds, *ROW_METADATA)
-        weights_M = weights.reshape(-1).index_select(0, order.pairs)
-        arrived = way.route.send(layout.pack([*fields, weights_M, way.ids, way.experts]))
+        fields += [weights.reshape(-1).float(), way.ids, way.experts]
+        of_field = [slots] * len(kinds) + [1, 0, 0]
+        arrived = way.route.send(layout.pack(fields, order.pairs, of_field))
         *found, weights_A, ids, experts = layout.unpack(arrived)
         values, codes, metadata = found[0], [], [ids.reshape(-1), experts.reshape(-1)]
         if sender is not None:
@@ -268,8 +271,8 @@ class Combine(torch.autograd.Function):
         ctx.way, ctx.gradient, ctx.shape = way, gradient, rows.shape
         ctx.save_for_backward(pairs)
         layout = RowLayout((rows.dtype, rows.shape[1]))
-        arrived = rows.index_select(0, places[:, 0])
-        return layout.unpack(way.route.back(layout.pack([arrived])))[0]
+        packed = layout.pack([rows], places.reshape(-1), [1])
+        return layout.unpack(way.route.back(packed))[0]
 
     @staticmethod
     @once_differentiable
