@@ -13,7 +13,7 @@ from torch import Tensor
 from ._native import ops
 from .checks import require_text
 from .nn.hooks import hooks, is_distributed
-from .nn.linear import weight_operands
+from .nn.linear import needs_gradient, weight_operands
 from .recipe import Recipe
 
 
@@ -63,7 +63,7 @@ def linear(
         recipe_text(recipe),
         rng=rng,
         amax_history=amax_history,
-        weight_operands=weight_operands(weight, recipe, x, amax_history),
+        weight_operands=weight_operands(weight, recipe, needs_gradient(x), amax_history),
     )
 
 

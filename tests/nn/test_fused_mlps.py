@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.fused_models import (
     HIDDEN,
     PRESETS,
+    READ_AS_VALUES,
     RUNS,
     WIDTH,
     FeedForward,
@@ -27,11 +28,11 @@ from tests.support.fused_models import (
     hidden,
     results,
     unfused,
+    without_up_inputs,
 )
 from tests.support.same_bits import require_same_results
 from tests.support.saved_bytes import saved_bytes
 
-READ_AS_VALUES = ("fp8_rowwise_gw_hp",)
 ACTIVATIONS = {
     "silu": nn.SiLU,
     "gelu": nn.GELU,
@@ -54,14 +55,6 @@ def calls(monkeypatch):
     found = []
     monkeypatch.setattr(mlp, "one_op", lambda *a: found.append(1) or one_op(*a))
     return found
-
-
-def without_up_inputs(found):
-    """Drops what up's history has of x: the op reads gate's alone."""
-    return {
-        name: value[1:5] if name.endswith("w3.amax_history") else value
-        for name, value in found.items()
-    }
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -107,6 +100,20 @@ def test_micro_batches_reuse_the_codes_of_weights(calls):
         assert torch.equal(a.grad, b.grad)
     assert fused[0].w1.weight_codes.cached is not None
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("run", ["eager", "compiled"])
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "mxfp8", "nvfp4"])
+def test_primary_weights(recipe, run, calls):
+    fused, _ = converted(FeedForward(), recipe, primary=True)
+    plain = unfused(fused)
+    got, want = results(fused, RUNS[run](fused)), results(plain, RUNS[run](plain))
+    require_same_results(got, want)
+    assert calls
+    fused[0].w2.weight = nn.Parameter(plain[0].w2.weight.detach().dequantize())
+    calls.clear()
+    fused(hidden())
+    assert not calls  # codes beside values
 
 
 def test_autocast_and_other_dtypes_call_the_layers(calls):

@@ -13,6 +13,7 @@ from tests.support.compiled import compiled
 
 WIDTH, HIDDEN = 64, 96
 PRESETS = [name for name in mf.presets() if name != "bf16"]
+READ_AS_VALUES = ("fp8_rowwise_gw_hp",)  # presets of which no feed-forward is one op
 
 
 RUNS = {
@@ -141,3 +142,11 @@ def results(model, run=None, x=None):
     found |= {name: parameter.grad for name, parameter in model.named_parameters()}
     histories = {n: b for n, b in model.named_buffers() if n.endswith("amax_history")}
     return found | {n: b.clone() for n, b in histories.items() if b is not None}
+
+
+def without_up_inputs(found):
+    """Drops what up's history has of x: the op reads gate's alone."""
+    return {
+        name: value[1:5] if name.endswith("w3.amax_history") else value
+        for name, value in found.items()
+    }

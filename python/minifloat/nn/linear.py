@@ -36,14 +36,14 @@ HIGH_PRECISION_INIT = "_high_precision_init"  # of an attribute's name, after th
 
 
 def weight_operands(
-    weight: Tensor, recipe: str | Recipe, x: Tensor, amax_history: Tensor | None
+    weight: Tensor, recipe: str | Recipe, has_dgrad: bool, amax_history: Tensor | None
 ) -> list[Tensor] | None:
     """The codes of a quantized weight as the op `linear` takes them; None: it is not quantized.
 
     Args:
         weight: (N, K).
         recipe: of the layer: fprop reads W rowwise, dgrad columnwise.
-        x: the layer's input, which tells whether dgrad is computed.
+        has_dgrad: whether dgrad is computed.
         amax_history: of the layer, for delayed scaling.
 
     Returns:
@@ -55,12 +55,16 @@ def weight_operands(
     if not isinstance(weight, QuantizedTensor):
         return None
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
-    has_dgrad = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
     if torch.compiler.is_compiling():  # which sees an op, not the parts of the weight
         return ops.layer_operands.default(
             weight, recipe.text, "w", columnwise=has_dgrad, amax_history=amax_history
         )
     return weight.operands(recipe, has_dgrad)
+
+
+def needs_gradient(x: Any) -> bool:
+    """Tells whether backward computes the gradient of a layer's input."""
+    return torch.is_grad_enabled() and getattr(x, "requires_grad", False)
 
 
 class Linear(RecipeState, nn.Linear):
@@ -129,11 +133,12 @@ class Linear(RecipeState, nn.Linear):
         if not weight.is_contiguous():
             weight = weight.contiguous()
         if self.weight_gather is not None and not is_compiling:
-            self.weight_gather.complete(weight, torch.is_grad_enabled() and input.requires_grad)
+            self.weight_gather.complete(weight, needs_gradient(input))
         recipe = self.recipe
         # An argument left out takes less time than its default.
         given = self.op_state(weight.device)
-        operands = weight_operands(weight, recipe, input, given.get("amax_history"))
+        history = given.get("amax_history")
+        operands = weight_operands(weight, recipe, needs_gradient(input), history)
         if operands is not None:
             given["weight_operands"] = operands
         if not is_compiling and type(input) is Tensor and not input.is_meta:

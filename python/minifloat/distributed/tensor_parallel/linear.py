@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..._native import ops
 from ...nn.cache.operand_cache import SharedInput, conditions_of
-from ...nn.linear import Linear, weight_operands
+from ...nn.linear import Linear, needs_gradient, weight_operands
 from ...nn.state.random_state import require_shared_seed
 from ...recipe import Recipe
 
@@ -63,7 +63,7 @@ def linear(
     placement: Placement
     if dim is None:  # every rank multiplies all tokens
         values = local(x.redistribute(placements=[Replicate()]))
-        w_operands = weight_operands(local_weight, recipe, values, amax_history)
+        w_operands = weight_operands(local_weight, recipe, needs_gradient(values), amax_history)
         y = ops.linear.default(
             values, local_weight, local_bias, recipe.text, weight_operands=w_operands, **options
         )
@@ -229,10 +229,10 @@ def shard_operands(
 
     Codes are cached until a rank's shard changes.
     """
-    prequantized = weight_operands(local(weight), recipe, x, amax_history)
+    needs_dx = needs_gradient(x)
+    prequantized = weight_operands(local(weight), recipe, needs_dx, amax_history)
     if prequantized is not None or layer is None:
         return prequantized
-    needs_dx = torch.is_grad_enabled() and x.requires_grad
     shard, group = weight._local_tensor, weight.device_mesh.get_group()
     return layer.cached_operands(
         layer.weight_codes, weight, shard, x, needs_dx, amax_history, group, **shards

@@ -22,9 +22,10 @@ from torch.nn.modules import module as torch_module
 
 from ..._native import ops
 from ...checks import require_bool, require_int, require_one_of
+from ...tensor.quantized_tensor import QuantizedTensor
 from ..accumulation import weight_sums
 from ..convert.fast_paths import prevent_fast_path
-from ..linear import Linear, rebased
+from ..linear import Linear, rebased, weight_operands
 from ..state.random_state import AdvanceRng
 
 TENSORS = (Tensor, nn.Parameter)
@@ -187,8 +188,8 @@ def can_be_one_op(module: MLP, x: Any) -> bool:
     """Tells whether the op computes what the module's layers do of this input.
 
     Not where they are converted under other recipes, or replaced; where hooks see what they return;
-    where FSDP2 gathers codes; of weights that are codes or DTensors; under autocast; of meta and
-    nested tensors; and where dtypes or devices differ.
+    of weights that are DTensors, or codes beside values; under autocast; of meta and nested
+    tensors; and where dtypes or devices differ.
     """
     parts = module.mlp_parts
     if parts is None or not parts.recipe:
@@ -208,7 +209,10 @@ def can_be_one_op(module: MLP, x: Any) -> bool:
         if layer.recipe.text != parts.recipe or layer.accumulate != layers[0].accumulate:
             return False
         weight, bias = layer.weight, layer.bias
-        if layer.weight_gather is not None or type(weight) not in TENSORS:
+        is_codes = isinstance(weight, QuantizedTensor)
+        if is_codes != isinstance(layers[0].weight, QuantizedTensor):
+            return False
+        if not is_codes and type(weight) not in TENSORS:
             return False
         if (weight.dtype, weight.device) != (x.dtype, x.device):
             return False
@@ -227,17 +231,13 @@ def one_op(module: MLP, x: Tensor) -> Tensor:
     histories = [state["amax_history"] for state in states if "amax_history" in state]
     reads_back = [x.requires_grad] * len(layers)  # of each weight, whether backward does
     reads_back[-1] |= any(p.requires_grad for layer in layers[:-1] for p in layer.parameters())
-    codes: list[list[Tensor] | None] = [None]
-    if not torch.compiler.is_compiling():
-        codes = [
-            m.cached_operands(
-                m.weight_codes, m.weight, m.weight, x, columnwise, state.get("amax_history")
-            )
-            for m, columnwise, state in zip(layers, reads_back, states)
-        ]
+    codes = [
+        codes_of(layer, x, columnwise and torch.is_grad_enabled(), state.get("amax_history"))
+        for layer, columnwise, state in zip(layers, reads_back, states)
+    ]
     return ops.mlp(
         x,
-        [layer.weight.contiguous() for layer in layers],
+        [w if w.is_contiguous() else w.contiguous() for w in (layer.weight for layer in layers)],
         [layer.bias for layer in layers],
         parts.recipe,
         parts.activation,
@@ -248,6 +248,22 @@ def one_op(module: MLP, x: Tensor) -> Tensor:
         recompute=layers[-1].recompute,
         **sums,
     )
+
+
+def codes_of(
+    layer: Linear, x: Tensor, columnwise: bool, amax_history: Tensor | None
+) -> list[Tensor] | None:
+    """Returns the codes of a weight that is quantized, or cached ones; None: the op casts it.
+
+    columnwise: whether backward reads the weight.
+    """
+    is_compiling, weight = torch.compiler.is_compiling(), layer.weight
+    if layer.weight_gather is not None and not is_compiling:
+        layer.weight_gather.complete(weight, columnwise)
+    operands = weight_operands(weight, layer.recipe, columnwise, amax_history)
+    if operands is not None or is_compiling:
+        return operands
+    return layer.cached_operands(layer.weight_codes, weight, weight, x, columnwise, amax_history)
 
 
 def sums_of(layers: list[Linear]) -> dict[str, Any]:
