@@ -36,6 +36,10 @@ EXCEPTIONS = {
         "numerics_lab.md",
         None,
     ): "tests/lab/test_numerics_lab.py runs it, and compares what it prints",
+    (
+        "distributed.md",
+        "A step in a CUDA graph",
+    ): "it needs a CUDA device; tests/gpu/test_sharded_graphs.py captures such steps",
 }
 if sys.version_info >= (3, 12):
     EXCEPTIONS["megatron.md", "Absent"] = "it is for Megatron-Core 0.16; here 0.19 is installed"
