@@ -165,6 +165,41 @@ def test_freed_memory_is_refused(spec, name):
         mf.QuantizedTensor(q, None)
 
 
+def test_unread_tensors_are_in_memory():
+    """Refuses tensors outside their memory that the call did not come to read."""
+    offs, b = torch.tensor([4], dtype=torch.int32), torch.randn(1, 64, 16)
+    a = torch.randn(4, 64)
+    a.untyped_storage().resize_(8)
+    with refused("expected A in memory"):
+        given = torch.randn(4, 16), a, b, offs, "mxfp8", [False, False, False]
+        ops.scaled_grouped_mm_backward(*given)
+    codes, weight = torch.classes.minifloat.WeightCodes(True), torch.randn(16, 64)
+    with refused("expected x in memory"):
+        codes.operands(weight, weight, a, "mxfp8", False, True, False, None, None, None)
+
+
+def test_what_is_written_is_no_view_of_signs():
+    """Refuses views that negate. torch's fallback read results that these ops do not return."""
+    negated, refusal = torch._neg_view, refused("got a view that negates")
+    messages = ops.quantize_messages(torch.ones(1, 128), "e4m3/1x128")
+    with refusal:
+        ops.sum_messages(messages, "e4m3/1x128", negated(torch.empty(128)))
+    x, delayed = torch.randn(4, 32), "e4m3/tensor+delayed"
+    history = torch.ones(6, 3)
+    with refusal:
+        ops.quantize_delayed(x, delayed, "", negated(history), 0, 0)
+    with refusal:
+        ops.advance_random_state(negated(torch.zeros(2, dtype=torch.int64)))
+    with refusal:
+        ops.activation_gradients_(negated(torch.ones(4, 32)), x, None, "silu", "")
+    parts = ops.quantize(x, "mxfp8", "")[:3]
+    with refusal:
+        product = *parts, *parts, "mxfp8 * mxfp8"
+        ops.add_scaled_mm(negated(torch.zeros(4, 4)), *product, k=32)
+    got = ops.quantize_delayed(negated(x), delayed, "", history.clone(), 0, 0)
+    assert torch.equal(got[0], ops.quantize_delayed(-x, delayed, "", history, 0, 0)[0])
+
+
 def test_tensors_of_two_devices_are_refused():
     """Refuses a meta tensor among others, which gave results of unwritten memory."""
     q = mf.quantize(torch.randn(16, 32), "nvfp4")

@@ -12,6 +12,7 @@
 #include <atomic>
 #include <unordered_map>
 
+#include "ops/bridge.h"
 #include "ops/fingerprint.h"
 
 namespace minifloat {
@@ -221,6 +222,7 @@ TORCH_LIBRARY_FRAGMENT(minifloat, m) {
               const std::optional<Tensor>& amax_history, const std::optional<Tensor>& main_grad,
               std::optional<std::int64_t> fingerprint, const std::string& group, std::int64_t rank,
               std::int64_t ranks, std::int64_t weight_dim) {
+             bridge::check_memory_if_real("WeightCodes", "x", x);
              return self->operands({.weight = weight,
                                     .matrix = matrix,
                                     .x = x,

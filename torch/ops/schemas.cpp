@@ -347,4 +347,14 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("cuda_targets() -> str");
 }
 
+// Before a write, torch's fallbacks copy a view that negates or conjugates, and expect that the op
+// returns what it wrote. These ops do not: they refuse such a view where they write.
+void refuse_views_of_signs(torch::Library& m) {
+  for (const char* op : {"quantize_delayed", "add_scaled_mm", "sum_messages",
+                         "activation_gradients_", "advance_random_state"})
+    m.impl(op, torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(minifloat, Negative, m) { refuse_views_of_signs(m); }
+TORCH_LIBRARY_IMPL(minifloat, Conjugate, m) { refuse_views_of_signs(m); }
+
 }  // namespace minifloat
