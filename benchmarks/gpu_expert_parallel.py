@@ -1,6 +1,7 @@
 """mf.MoE divided over GPUs of one host: time of both passes, and bytes that dispatch sends.
 
-torchrun --nproc-per-node 2 benchmarks/gpu_expert_parallel.py [--recipes …] [--graph]
+torchrun --nproc-per-node 2 benchmarks/gpu_expert_parallel.py [--recipes …]
+torchrun --nproc-per-node 2 benchmarks/gpu_expert_parallel.py --capacities 1.125 --graph
 torchrun --nproc-per-node 4 benchmarks/gpu_expert_parallel.py --layers 7168x2048x32x4 --tokens 4096
     [--shards 2]                        # FSDP2 over 2 ranks, expert parallel over the other 2
 
@@ -99,8 +100,8 @@ def measure(moe: mf.MoE, tokens: int, repeats: int, graph: bool) -> dict[str, An
         step()
     run = step
     if graph:
-        captures, _ = captured(step, capture_error_mode="thread_local")
-        run = captures.replay
+        cuda_graph, _ = captured(step, capture_error_mode="thread_local")
+        run = cuda_graph.replay
     times = []
     for i in range(repeats + repeats // 4 + 1):
         dist.barrier()

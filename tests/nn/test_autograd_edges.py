@@ -198,3 +198,27 @@ def test_an_fp32_operand_under_bf16_is_the_identity_everywhere(out_dtype):
     )
     assert torch.equal(got, exact.to(out_dtype))
     assert torch.equal(mf.scaled_mm(x, w, out_dtype=out_dtype), exact.to(out_dtype))
+
+
+# ---- views that negate ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES, "fp8_delayed"])
+def test_views_that_negate_are_read(recipe):
+    """The imaginary part of a conjugate is such a view, also where autograd makes it a gradient."""
+    z, g = torch.randn(8, K, dtype=torch.complex64), torch.randn(8, N)
+    x = z.conj().imag
+    assert x.is_neg()
+
+    def of_conjugate(y):
+        return (torch.complex(torch.zeros_like(y), y).conj() * g).imag
+
+    found = []
+    for given, loss in ((x, of_conjugate), (x.clone(), lambda y: y * -g)):
+        torch.manual_seed(0)
+        layer = mf.Linear(K, N, recipe=recipe)
+        y = layer(given)
+        loss(y).sum().backward()
+        found.append((y.detach(), layer.weight.grad))
+    for got, want in zip(*found):
+        assert torch.equal(got, want)

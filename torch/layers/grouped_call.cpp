@@ -170,7 +170,7 @@ std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
                                   amax_history, tail, stream, a_operands, weight_operands);
   if (g_operands) call.g_operands = *g_operands;
   // Also where no gradient that reads them is needed.
-  bridge::check_memory_if_real(kGroupedMm, "A", a);
+  if (!a_operands) bridge::check_memory_if_real(kGroupedMm, "A", a);
   if (!weight_operands) bridge::check_memory_if_real(kGroupedMm, "B", b);
   GroupedGradients d = group_gradients(grad, a, b, offs, call, needed, rows_from);
   return {std::move(d.a), std::move(d.b), std::move(d.bias)};

@@ -52,15 +52,13 @@ inline void check_sizes(const char* op, const char* name, const at::Tensor& t) {
 // other tensor. distributed/fsdp/recomputed.py defines the op that this calls.
 void gather_memory(const at::Tensor& t);
 
-// Requires real memory, on the CPU or CUDA, that holds every element as it is. FSDP frees the
-// storage of a weight between its gathers, while the tensor object stays.
+// Requires real memory, on the CPU or CUDA, that holds every element. FSDP frees the storage of a
+// weight between its gathers, while the tensor object stays.
 inline void check_memory(const char* op, const char* name, const at::Tensor& t) {
   if (!t.defined()) return;
   TORCH_CHECK_VALUE((t.is_cpu() || t.is_cuda()) && t.layout() == at::kStrided && t.has_storage(),
                     op, ": expected ", name, " as a dense tensor on the CPU or CUDA, got ",
                     t.layout(), " on ", t.device());
-  TORCH_CHECK_VALUE(!t.is_neg() && !t.is_conj(), op, ": expected ", name,
-                    " with its values in memory, got a view that negates or conjugates them");
   check_sizes(op, name, t);
   if (t.numel() == 0) return;
   std::int64_t last = t.storage_offset();

@@ -82,6 +82,8 @@ Tensor take_rows_kernel(const Tensor& x, const Tensor& index, SymInt slots,
 
 // ---- Messages -----------------------------------------------------------------------------------
 std::vector<std::int64_t> row_layout_of(at::IntArrayRef field_bytes) {
+  TORCH_CHECK_VALUE(field_bytes.size() <= kMaxRowFields, "row_layout: expected at most ",
+                    kMaxRowFields, " fields, got ", field_bytes.size());
   for (const std::int64_t bytes : field_bytes) bridge::check_size("row_layout", "bytes", bytes);
   RowLayout layout(field_bytes.vec());
   layout.begins.push_back(layout.row_bytes);

@@ -66,7 +66,7 @@ EightTensors quantize_real(const Tensor& x, const std::string& row, const std::s
   const Tensor& history = options.history->history;
   bridge::check_memory(kQuantizeDelayed, "amax_history", history);
   const EightTensors out = torch_ops::eight_tensors(
-      direct_quantize(x.resolve_neg(), row, col, options, nullptr, /*shares_memory=*/false));
+      direct_quantize(x, row, col, options, nullptr, /*shares_memory=*/false));
   if (!history.is_inference()) history.unsafeGetTensorImpl()->bump_version();
   return out;
 }

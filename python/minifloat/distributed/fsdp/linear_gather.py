@@ -321,6 +321,7 @@ class Batch:
         Returns:
             The inputs of the all-gather, of each weight.
         """
+        self.is_captured = self.is_captured or is_capturing(shards[0].device)
         # Evaluation may replace weights with no write counted.
         is_training = all([gather.module().training for gather in self.gathers])
         is_measured = is_training and self.is_measured(shards)
@@ -355,7 +356,6 @@ class Batch:
         Raises:
             ValueError: other ranks have not written to their shards.
         """
-        self.is_captured = self.is_captured or is_capturing(shards[0].device)
         if self.is_captured or not self.measured:
             return False
         now = self.state_of(shards)

@@ -170,7 +170,8 @@ def precompute_scales(model: nn.Module) -> None:
 
     Args:
         model: a module that fully_shard has sharded, of any floating dtype. Weights that are not
-            gathered as codes, and those not gathered yet, are left out.
+            gathered as codes, those not gathered yet, and those whose gathers a CUDA graph has
+            captured are left out.
 
     Returns:
         None: the native batches hold the amaxes, float32.

@@ -48,7 +48,9 @@ class RowLayout:
         is_whole = len(self.fields) == 1 and self.fields[0][2] == self.row_bytes
         if is_whole and index is None and tensors[0].is_contiguous():
             return tensors[0].view(torch.uint8)
-        return ops.pack_rows(tensors, index, slots=slots)
+        rows = ops.pack_rows(tensors, index, slots=slots)
+        assert rows.shape[1] == self.row_bytes
+        return rows
 
     def unpack(self, rows: Tensor) -> list[Tensor]:
         """Returns a view of each field, (M, columns)."""
@@ -67,7 +69,7 @@ class Dispatcher(Protocol):
 
         Args:
             rows: uint8 (M, B), contiguous, in the order of their experts. B is a multiple of 16,
-                equal on all ranks.
+                equal on all ranks. Not to be written to.
             experts: int32 (M), the experts' numbers among all ranks, ascending. The number of
                 experts, after the last one, stands for none: such rows are not sent. Expert e is
                 on rank e // (experts / ranks).

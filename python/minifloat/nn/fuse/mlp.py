@@ -188,8 +188,8 @@ def can_be_one_op(module: MLP, x: Any) -> bool:
     """Tells whether the op computes what the module's layers do of this input.
 
     Not where they are converted under other recipes, or replaced; where hooks see what they return;
-    of weights that are DTensors, or codes beside values; under autocast; of meta and nested
-    tensors; and where dtypes or devices differ.
+    where a weight is a DTensor, or one is codes and another is not; under autocast; of meta and
+    nested tensors; and where dtypes or devices differ.
     """
     parts = module.mlp_parts
     if parts is None or not parts.recipe:
