@@ -100,8 +100,7 @@ def measure(moe: mf.MoE, tokens: int, repeats: int, graph: bool) -> dict[str, An
         step()
     run = step
     if graph:
-        cuda_graph, _ = captured(step, capture_error_mode="thread_local")
-        run = cuda_graph.replay
+        run = captured(step, capture_error_mode="thread_local")[0].replay
     times = []
     for i in range(repeats + repeats // 4 + 1):
         dist.barrier()

@@ -148,13 +148,12 @@ def step_ms(
 
     for _ in range(WARM_STEPS):
         step()
-    run = step
     if setting.graph:
         torch.cuda.empty_cache()  # of the uncaptured steps: a graph has memory of its own
     torch.cuda.reset_peak_memory_stats()
+    run = step
     if setting.graph:
-        graph, _ = captured(step, warm_ups=0, capture_error_mode="thread_local")
-        run = graph.replay
+        run = captured(step, warm_ups=0, capture_error_mode="thread_local")[0].replay
     whole, host = [], []
     for _ in range(STEPS):
         torch.cuda.synchronize()

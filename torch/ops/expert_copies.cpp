@@ -114,16 +114,19 @@ PackRows fields_of(at::TensorList fields, const MaybeTensor& index, at::IntArray
   return pack;
 }
 
+Tensor empty_rows(const PackRows& pack, const Tensor& first, const MaybeTensor& index) {
+  const SymInt rows = index ? index->sym_size(0) : first.sym_size(0);
+  return torch_ops::empty(first, {rows, pack.layout().row_bytes}, at::kByte);
+}
+
 Tensor pack_rows_meta(at::TensorList fields, const MaybeTensor& index, at::IntArrayRef slots) {
-  const PackRows pack = fields_of(fields, index, slots);
-  const SymInt rows = index ? index->sym_size(0) : fields[0].sym_size(0);
-  return torch_ops::empty(fields[0], {rows, pack.layout().row_bytes}, at::kByte);
+  return empty_rows(fields_of(fields, index, slots), fields[0], index);
 }
 
 Tensor pack_rows_kernel(at::TensorList fields, const MaybeTensor& index, at::IntArrayRef slots) {
   constexpr const char* kOp = "pack_rows";
   PackRows pack = fields_of(fields, index, slots);
-  const Tensor out = pack_rows_meta(fields, index, slots);
+  const Tensor out = empty_rows(pack, fields[0], index);
   bridge::check_sizes(kOp, "the result", out);
   std::vector<Tensor> adjacent_fields;
   for (std::size_t f = 0; f < fields.size(); ++f) {

@@ -9,8 +9,8 @@ import torch
 from minifloat.nn.fuse import mlp
 from minifloat.tensor.quantized_tensor import QuantizedTensor
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
-from torch.utils.checkpoint import checkpoint
 
 from tests.support import fused_models
 from tests.support.compiled import compiled
@@ -31,19 +31,8 @@ COMPILED = ["fp8_rowwise", "nvfp4"]  # W in two formats, and in one with random 
 STEPS = 2
 
 
-class Recomputed(nn.Module):
-    """A block that backward computes again."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        return checkpoint(self.inner, x, use_reentrant=False)
-
-
 def sharded(model, run):
-    blocks = [Recomputed(b) if run == "checkpoint" else b for b in model]
+    blocks = [checkpoint_wrapper(b) if run == "checkpoint" else b for b in model]
     if run == "compiled":
         torch.compiler.reset()
         for module in blocks:

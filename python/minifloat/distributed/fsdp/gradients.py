@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..._native import ops
 from ...checks import require_int, require_module
 from ...nn.names import clean_name, join, unwrapped
-from ...nn.state.random_state import GRADIENT_RNG, RngState, is_capturing
+from ...nn.state.random_state import GRADIENT_RNG, RngState
 from ...spec import Spec
 from ..handshake import require_equal, wait_for_all
 from .gather import UnknownFsdpError, groups_of, policy_of
@@ -109,8 +109,8 @@ class ReduceScatterOfCodes:
 
         All modules of a step have one count. It begins with the first module that draws again.
         """
-        state, is_captured = self.shared.state, is_capturing(device)
-        if state.current is None or state.current is self.drawn or state.is_captured != is_captured:
+        state = self.shared.state
+        if state.is_spent(self.drawn, device):
             state.begin(True, device)
         self.drawn = cast(Tensor, state.current)
         rng = self.drawn.clone()

@@ -213,6 +213,14 @@ class RngState:
         self.is_advanced, self.copies = is_training, {}
         return self.current
 
+    def is_spent(self, last: Tensor | None, device: torch.device) -> bool:
+        """Tells whether a drawer needs a new count: none is there, or it is of another capture.
+
+        last: `current` of the drawer's last draw, which it does not draw with again.
+        """
+        is_here = self.current is not None and self.current is not last
+        return not is_here or self.is_captured != is_capturing(device)
+
     def draw(self, draws: Draws, device: torch.device, is_training: bool) -> Tensor:
         """Returns (seed, count) of one forward of a layer, in memory that is not written to again.
 
@@ -235,10 +243,10 @@ class RngState:
                 _, repeated = draws.repeated() or (0, None)
             if repeated is not None:
                 return repeated
-        is_alone, current = self.current is None, self.current
-        is_new = is_alone or not self.is_advanced or draws.last is current
-        if current is None or is_new or self.is_captured != is_capturing(device):
-            current = self.begin(True, device)
+        is_alone = self.current is None
+        if not self.is_advanced or self.is_spent(draws.last, device):
+            self.begin(True, device)
+        current = cast(Tensor, self.current)
         if device not in self.copies:
             self.copies[device] = current.to(device)
         rng = self.copies[device]
