@@ -17,11 +17,11 @@ namespace minifloat {
 namespace {
 
 void check_places(const char* function, const char* name, const std::int32_t* places,
-                  std::int64_t count, std::int64_t end, Device device) {
+                  std::int64_t count, std::int64_t end, Device device, std::int32_t least = 0) {
   if (!places || device != Device::kCpu) return;  // those of a GPU are not copied to the host
   for (std::int64_t i = 0; i < count; ++i)
-    MINIFLOAT_CHECK(0 <= places[i] && places[i] < end, function, ": expected ", name, " of 0 to ",
-                    end - 1, ", got ", places[i], " at ", i);
+    MINIFLOAT_CHECK(least <= places[i] && places[i] < end, function, ": expected ", name, " of ",
+                    least, " to ", end - 1, ", got ", places[i], " at ", i);
 }
 
 void check_swiglu(const char* function, const SwiGlu& of) {
@@ -147,15 +147,20 @@ void pack_rows(const PackRows& pack, const Execution& execution) {
         field.bytes, " for ", pack.rows);
     MINIFLOAT_CHECK(0 <= field.slots && field.slots < (std::int64_t{1} << 31),
                     "pack_rows: expected 0 to 2^31 - 1 slots, got ", field.slots);
-    MINIFLOAT_CHECK(field.slots == 0 || pack.index || pack.rows == 0,
+    MINIFLOAT_CHECK(field.slots == 0 || pack.index || pack.from_rows == 0,
                     "pack_rows: expected an index of a field with slots, got none");
-    MINIFLOAT_CHECK(field.slots != 0 || field.from_rows == pack.rows,
-                    "pack_rows: expected fields of ", pack.rows, " rows, got ", field.from_rows);
+    MINIFLOAT_CHECK(field.slots != 0 || field.from_rows == pack.from_rows,
+                    "pack_rows: expected fields of ", pack.from_rows, " rows, got ",
+                    field.from_rows);
     // The numbers in index are below 2^31, so rows of `from` beyond have none.
     const std::int64_t numbers = std::min(field.from_rows, std::int64_t{1} << 31) * field.slots;
     if (field.slots != 0)
-      check_places("pack_rows", "rows", pack.index, pack.rows, numbers, pack.device);
+      check_places("pack_rows", "rows", pack.index, pack.from_rows, numbers, pack.device);
   }
+  MINIFLOAT_CHECK(pack.rows_from || pack.rows == pack.from_rows, "pack_rows: expected ",
+                  pack.from_rows, " rows, got ", pack.rows);
+  check_places("pack_rows", "rows_from", pack.rows_from, pack.rows, pack.from_rows, pack.device,
+               /*least=*/-1);
   if (pack.rows == 0 || pack.fields.empty()) return;
   MINIFLOAT_ON(pack.device, pack_rows(pack, execution));
 }
@@ -167,7 +172,8 @@ void add_slots(const AddSlots& sum, const Execution& execution) {
                   "add_slots: expected at most 2^48 elements, got ", sum.tokens, " sums of ",
                   sum.slots, " rows of ", sum.count, ", of ", sum.cols, " columns");
   if (sum.tokens * sum.cols == 0) return;
-  check_places("add_slots", "places", sum.places, sum.tokens * sum.slots, sum.count, sum.device);
+  check_places("add_slots", "places", sum.places, sum.tokens * sum.slots, sum.count, sum.device,
+               /*least=*/-1);
   MINIFLOAT_ON(sum.device, add_slots(sum, execution));
 }
 

@@ -127,11 +127,11 @@ struct TakeRows {
 };
 void take_rows(const TakeRows& copy, const Execution& execution);
 
-// A field of rows of bytes, whose part of row r is a row of `from`.
+// A field of rows of bytes, whose part of row n is a row of `from`.
 struct RowField {
   const void* from = nullptr;                              // (from_rows, bytes)
   std::int64_t from_rows = 0, from_stride = 0, bytes = 0;  // bytes
-  std::int64_t slots = 0;                                  // row index[r] / slots; 0: row r
+  std::int64_t slots = 0;                                  // row index[n] / slots; 0: row n
 };
 inline constexpr std::size_t kMaxRowFields = 6;
 
@@ -143,13 +143,16 @@ struct RowLayout {
   explicit RowLayout(const std::vector<std::int64_t>& field_bytes);
 };
 
-// Copies fields side by side into rows of bytes, which one message sends.
+// Copies fields side by side into rows of bytes, which one message sends: to[r] has the fields of
+// row n = rows_from[r].
 struct PackRows {
-  std::vector<RowField> fields;         // at most kMaxRowFields
-  const std::int32_t* index = nullptr;  // (rows); null where no field has slots
-  std::int64_t rows = 0;
-  void* to = nullptr;  // (rows, bytes of the layout); zeros between fields, and of an index past
-                       // the last row of `from`
+  std::vector<RowField> fields;             // at most kMaxRowFields
+  const std::int32_t* index = nullptr;      // (from_rows); null where no field has slots
+  std::int64_t from_rows = 0;               // n is below
+  const std::int32_t* rows_from = nullptr;  // (rows), -1: a row of zeros; null: n = r
+  std::int64_t rows = 0;                    // from_rows where rows_from is null
+  void* to = nullptr;  // (rows, bytes of the layout); zeros between fields, and of numbers out of
+                       // range
   Device device = Device::kCpu;
 
   RowLayout layout() const;
@@ -157,7 +160,7 @@ struct PackRows {
 void pack_rows(const PackRows& pack, const Execution& execution);
 
 // Sums of rows: to[t] = base[t] + Σ over s of rows[places[t, s]], in fp32 in the order of s,
-// rounded once. A place out of range adds nothing.
+// rounded once. The place -1 adds nothing.
 struct AddSlots {
   const void* rows = nullptr;  // (count, cols)
   DType dtype = DType::kFloat32;

@@ -109,6 +109,7 @@ struct AddToken {
       RunValues total = {};
       if (token.base) std::copy_n(token.base + first, count, total);
       for (std::int64_t s = 0; s < sum.slots; ++s) {
+        if (token.places[s] < 0) continue;
         const T* const row = static_cast<const T*>(sum.rows) + token.places[s] * sum.stride + first;
         for (std::int64_t i = 0; i < count; ++i) total[i] += load_value(row + i);
       }
@@ -195,10 +196,11 @@ void pack_rows(const PackRows& pack, const Execution& execution) {
   const RowLayout layout = pack.layout();
   parallel_for(execution, pack.rows, pack.rows * layout.row_bytes, [&](std::int64_t r) {
     char* const to = static_cast<char*>(pack.to) + r * layout.row_bytes;
+    const std::int64_t number = pack.rows_from ? pack.rows_from[r] : r;
     std::int64_t end = 0;  // of what is written
-    for (std::size_t f = 0; f < pack.fields.size(); ++f) {
+    for (std::size_t f = 0; number >= 0 && f < pack.fields.size(); ++f) {
       const RowField& field = pack.fields[f];
-      const std::int64_t row = field.slots == 0 ? r : pack.index[r] / field.slots;
+      const std::int64_t row = field.slots == 0 ? number : pack.index[number] / field.slots;
       std::memset(to + end, 0, static_cast<std::size_t>(layout.begins[f] - end));
       std::memcpy(to + layout.begins[f],
                   static_cast<const char*>(field.from) + row * field.from_stride,

@@ -287,11 +287,17 @@ def test_pack_rows(device, dtype, columns):
             torch.randint(0, 200, (rows, 5), dtype=torch.uint8),
             index,
         ]
-        order = {"slots": [slots, 0, 1, 1, 0]}
-        want = ops.pack_rows(fields, index, **order)
         given = [on(device, field) for field in fields]
-        got = ops.pack_rows(given, index.to(device), **order)
-        require_same_bytes(got, want, f"{dtype}, {columns} columns, {tokens} tokens, {slots} slots")
+        chosen = torch.randint(-1, rows, (rows + 3,), dtype=torch.int32)
+        for rows_from in (None, chosen):
+            want = ops.pack_rows(fields, index, slots=[slots, 0, 1, 1, 0], rows_from=rows_from)
+            numbers = None if rows_from is None else rows_from.to(device)
+            got = ops.pack_rows(
+                given, index.to(device), slots=[slots, 0, 1, 1, 0], rows_from=numbers
+            )
+            require_same_bytes(
+                got, want, f"{dtype}, {columns} columns, {tokens} tokens, {slots} slots"
+            )
 
 
 def test_numbers_out_of_range_on_the_device(cuda):
@@ -300,6 +306,7 @@ def test_numbers_out_of_range_on_the_device(cuda):
     assert ops.take_rows(x, index.to(cuda))[:, 0].tolist() == [1, 0, 0, 0, 1]
     packed = ops.pack_rows([x], index.to(cuda), slots=[1]).view(torch.float32)
     assert packed[:, 0].tolist() == [1, 0, 0, 0, 1]
+    assert ops.pack_rows([x], rows_from=index.to(cuda)).any(dim=1).tolist() == [1, 0, 0, 0, 1]
     inverse = torch.tensor([[1], [2], [3], [0]], dtype=torch.int32, device=cuda)
     by_places = ops.take_rows(x, index[:4].to(cuda), places=inverse)
     assert by_places[:, 0].tolist() == [1, 0, 0, 0]

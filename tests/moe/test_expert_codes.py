@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from minifloat.moe.feed_forward import order_rows
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.moe.test_expert_parallel import FEW, LAYERS, RECIPES, Gathering
 from tests.support.expert_ranks import (
@@ -325,6 +326,45 @@ def check_bytes(rank: int) -> None:
 
 def test_codes_take_half_or_a_third_of_the_bytes():
     run_world(2, check_bytes)
+
+
+# ---- what is cast --------------------------------------------------------------------------------
+
+
+class CastRows(TorchDispatchMode):
+    """The rows of each matrix of `width` columns that is cast rowwise."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.rows = width, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.minifloat.quantize.default and args[0].dim() == 2 and args[1]:
+            kept = (kwargs or {}).get("rows_from")
+            rows = args[0] if kept is None else kept
+            if args[0].shape[1] == self.width:
+                self.rows.append(rows.shape[0])
+        return func(*args, **(kwargs or {}))
+
+
+def check_casts(rank: int) -> None:
+    """A token is cast once, where its codes depend on no other row and on no random bits."""
+    tokens = 5
+    for recipe, of_x, of_g in (
+        ("fp8_rowwise", tokens, tokens),
+        ("mxfp8", tokens, tokens),
+        ("mxfp4", tokens, tokens * K),
+        ("fp8_tensorwise", tokens * K, tokens * K),
+    ):
+        moe = built(recipe, dim=128, hidden=32, fused_w13=True)
+        mf.expert_parallel(moe, dist.group.WORLD, dispatch="codes")
+        with CastRows(128) as casts:
+            moe(draw(rank, tokens, 128)).sum().backward()
+        assert casts.rows == [of_x, of_g], (recipe, casts.rows)
+
+
+def test_a_token_is_cast_once_for_all_slots():
+    run_world(2, check_casts)
 
 
 # ---- what travels --------------------------------------------------------------------------------

@@ -109,13 +109,15 @@ def test_a_layer_divided_on_some_ranks_is_named():
 
 LONG = 120  # seconds, longer than ranks take to start on a busy machine
 CHANGES = {"recipe": "recipe fp8_blockwise", "k": f"k = {K - 1}", "tokens": "5 tokens"}
+CHANGES["amaxes"] = "recipe fp8_tensorwise"  # which ranks would reduce
 
 
 def change(moe: mf.MoE, name: str) -> int:
     """Changes a layer, or the number of its tokens, which it returns."""
-    if name == "recipe":
+    if name in ("recipe", "amaxes"):
         for weight in moe.experts.weight_names:
-            product_of(moe.experts, weight).recipe = mf.Recipe("fp8_blockwise")
+            recipe = mf.Recipe(CHANGES[name].removeprefix("recipe "))
+            product_of(moe.experts, weight).recipe = recipe
     if name == "k":
         moe.router.top_k = K - 1
     return 5 if name == "tokens" else 6
@@ -128,7 +130,7 @@ def change_on_one(rank: int, name: str, options: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("dispatch", ["bf16", "codes"])
-@pytest.mark.parametrize("name", ["recipe", "k"])
+@pytest.mark.parametrize("name", ["recipe", "k", "amaxes"])
 def test_a_later_change_on_one_rank_is_one_error_on_every_rank(name, dispatch):
     begin = time.monotonic()
     for traceback in last_words(2, change_on_one, name, {"dispatch": dispatch}, seconds=LONG):

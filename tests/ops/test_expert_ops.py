@@ -263,6 +263,11 @@ def test_pack_rows_is_side_by_side(tokens, kinds):
         want[:, begin:stop] = rows.contiguous().view(torch.uint8)
     slots = [slots if index is not None else 0 for _, _, slots in kinds]
     assert torch.equal(ops.pack_rows(fields, index, slots=slots), want)
+    rows_from = torch.randint(-1, tokens, (2 * tokens + 1,), dtype=torch.int32)
+    chosen = want.new_zeros(2 * tokens + 1, want.shape[1])
+    chosen[rows_from >= 0] = want[rows_from[rows_from >= 0]]
+    found = ops.pack_rows(fields, index, slots=slots, rows_from=rows_from)
+    assert torch.equal(found, chosen)
     sizes = [(columns or 1) * dtype.itemsize for dtype, columns, _ in kinds]
     assert ops.row_layout(sizes) == [*(begin for begin, _, _ in parts), want.shape[1]]
 
@@ -332,7 +337,10 @@ ONES = torch.ones(4)
         (lambda: ops.pack_rows([X], ONES, slots=[1]), "index as int32 of 1 dimension, got Float"),
         (lambda: ops.pack_rows([X], ONES.int() * 8, slots=[2]), "rows of 0 to 7, got 8 at 0"),
         (lambda: ops.row_layout([4, -1]), "row_layout: expected bytes"),
-        (lambda: ops.add_slots(X, torch.tensor([[4]]).int()), "places of 0 to 3, got 4 at 0"),
+        (lambda: ops.pack_rows([X], rows_from=ONES), "rows_from as int32 of 1 dimension"),
+        (lambda: ops.pack_rows([X], rows_from=ONES.int() * 4), "rows_from of -1 to 3, got 4 at 0"),
+        (lambda: ops.pack_rows([X], rows_from=ONES.int() * -2), "of -1 to 3, got -2 at 0"),
+        (lambda: ops.add_slots(X, torch.tensor([[4]]).int()), "places of -1 to 3, got 4 at 0"),
         (
             lambda: ops.add_slots(X, torch.tensor([[1]]).int(), X[:1].double()),
             r"base as float32 \[1, 6\], got Double",

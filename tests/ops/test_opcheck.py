@@ -94,7 +94,7 @@ def expert_calls():
     yield ops.take_rows, (torch.randint(0, 255, (40,), dtype=torch.uint8), pairs), {}
     fields = [torch.randn(20, 48), torch.rand(40), pairs]
     yield ops.pack_rows, (fields, pairs), {"slots": [2, 1, 0]}
-    yield ops.pack_rows, ([fused],), {}
+    yield ops.pack_rows, ([fused],), {"rows_from": pairs}
     places = pairs.view(20, 2)
     yield ops.add_slots, (fused, places), {}
     yield ops.swiglu, (grad(40, 48), None, grad(40)), {"pairs": pairs}
@@ -260,7 +260,7 @@ def test_every_op_is_checked():
     text |= {"spec_info", "product_info", "token_unit", "shard_multiple", "operand_names"}
     text |= {"statistic_names"}
     text |= {"engine_of", "engine_info", "assume_capability"}
-    text |= {"even_cuts", "fragment_layout", "row_layout", "check_groups", "reads_token_codes"}
+    text |= {"even_cuts", "fragment_layout", "row_layout", "check_groups", "casts_rows_alone"}
     text |= {"message_bytes", "count_step"}
     names = {
         name.split("::")[1].split(".")[0]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.support.fuzz_calls import FLOATS, Call, call, op_call, ops, with_backward
 from tests.support.fuzz_values import Arena, values
+from tests.support.specs import SPECS
 
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.int64)
 
@@ -69,8 +70,8 @@ def _operands(rng: Random, arena: Arena) -> Call:
     return op_call("swiglu_operands", **args)
 
 
-def _numbers(rng: Random, arena: Arena, shape: tuple[int, ...], end: int) -> Tensor:
-    return arena.place(torch.randint(0, end, shape, dtype=torch.int32))
+def _numbers(rng: Random, arena: Arena, shape: tuple[int, ...], end: int, least: int = 0) -> Tensor:
+    return arena.place(torch.randint(least, end, shape, dtype=torch.int32))
 
 
 @call("take_rows")
@@ -96,7 +97,14 @@ def _pack_rows(rng: Random, arena: Arena) -> Call:
         field = torch.randint(0, 9, (rows if slots[-1] == 0 else tokens, *columns))
         fields.append(arena.place(field.to(rng.choice(DTYPES))))
     index = _numbers(rng, arena, (rows,), tokens)
-    return op_call("pack_rows", fields=fields, index=index, slots=slots)
+    rows_from = _numbers(rng, arena, (rng.choice((0, 7)),), rows, least=-1)
+    return op_call(
+        "pack_rows",
+        fields=fields,
+        index=index,
+        slots=slots,
+        rows_from=rows_from if rng.random() < 0.5 else None,
+    )
 
 
 @call("row_layout")
@@ -112,7 +120,7 @@ def _add_slots(rng: Random, arena: Arena) -> Call:
     return op_call(
         "add_slots",
         rows=x,
-        places=_numbers(rng, arena, (tokens, slots), rows),
+        places=_numbers(rng, arena, (tokens, slots), rows, least=-1),
         base=base,
         pairs=arena.place(torch.arange(rows).int()) if rng.random() < 0.5 else None,
     )
@@ -164,9 +172,9 @@ def _gradient_codes(rng: Random, arena: Arena) -> Call:
     )
 
 
-@call("reads_token_codes")
-def _reads_token_codes(rng: Random, arena: Arena) -> Call:
-    return op_call("reads_token_codes", recipe=rng.choice(mf.presets()))
+@call("casts_rows_alone")
+def _casts_rows_alone(rng: Random, arena: Arena) -> Call:
+    return op_call("casts_rows_alone", spec=rng.choice(SPECS))
 
 
 @call("mf.grouped_mlp of ranks")

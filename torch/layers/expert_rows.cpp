@@ -20,7 +20,7 @@ bool is_shared(const Spec& spec) {
   return !spec.is_bf16() && !spec.stochastic && !spec.delayed && !spec.has_blocks_2d();
 }
 
-// Returns whether a token's codes depend on no other row.
+// Returns whether a row's codes depend on no other row, nor on its place.
 bool has_own_codes(const Spec& spec) { return is_shared(spec) && !spec.has_tensor_amax(); }
 
 // Quantizes tokens rowwise, in the form that products of experts read.
@@ -66,9 +66,7 @@ bool read_one_cast(const std::vector<const PreparedRecipe*>& recipes, Place plac
   return is_one;
 }
 
-bool reads_token_codes(const std::string& recipe) {
-  return has_own_codes(prepare(recipe).specs[kFpropX]);
-}
+bool casts_rows_alone(const std::string& spec) { return has_own_codes(Spec::parse(spec)); }
 
 // Undoes the randomised Hadamard transform of rows (M, whole transforms), fp32. It multiplies by
 // signs and then by a symmetric orthogonal matrix.
@@ -168,7 +166,7 @@ void register_gradient_codes() {
 }  // namespace torch_ops
 
 TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
-  m.impl("reads_token_codes", torch_ops::reads_token_codes);
+  m.impl("casts_rows_alone", torch_ops::casts_rows_alone);
 }
 
 }  // namespace minifloat

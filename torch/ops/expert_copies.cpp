@@ -91,13 +91,15 @@ std::vector<std::int64_t> row_layout_of(at::IntArrayRef field_bytes) {
 }
 
 // Returns the fields without memory, after all checks of them.
-PackRows fields_of(at::TensorList fields, const MaybeTensor& index, at::IntArrayRef slots) {
+PackRows fields_of(at::TensorList fields, const MaybeTensor& index, at::IntArrayRef slots,
+                   const MaybeTensor& rows_from) {
   constexpr const char* kOp = "pack_rows";
   TORCH_CHECK_VALUE(!fields.empty() && fields.size() <= kMaxRowFields, kOp, ": expected 1 to ",
                     kMaxRowFields, " fields, got ", fields.size());
   TORCH_CHECK_VALUE(slots.empty() || slots.size() == fields.size(), kOp,
                     ": expected slots of each of ", fields.size(), " fields, got ", slots.size());
   if (index) check_index(kOp, "index", *index, 1, fields[0]);
+  if (rows_from) check_index(kOp, "rows_from", *rows_from, 1, fields[0]);
   PackRows pack;
   for (std::size_t f = 0; f < fields.size(); ++f) {
     const Tensor& t = fields[f];
@@ -114,19 +116,18 @@ PackRows fields_of(at::TensorList fields, const MaybeTensor& index, at::IntArray
   return pack;
 }
 
-Tensor empty_rows(const PackRows& pack, const Tensor& first, const MaybeTensor& index) {
-  const SymInt rows = index ? index->sym_size(0) : first.sym_size(0);
-  return torch_ops::empty(first, {rows, pack.layout().row_bytes}, at::kByte);
+Tensor pack_rows_meta(at::TensorList fields, const MaybeTensor& index, at::IntArrayRef slots,
+                      const MaybeTensor& rows_from) {
+  const PackRows pack = fields_of(fields, index, slots, rows_from);
+  const Tensor& numbered = rows_from ? *rows_from : index ? *index : fields[0];
+  return torch_ops::empty(fields[0], {numbered.sym_size(0), pack.layout().row_bytes}, at::kByte);
 }
 
-Tensor pack_rows_meta(at::TensorList fields, const MaybeTensor& index, at::IntArrayRef slots) {
-  return empty_rows(fields_of(fields, index, slots), fields[0], index);
-}
-
-Tensor pack_rows_kernel(at::TensorList fields, const MaybeTensor& index, at::IntArrayRef slots) {
+Tensor pack_rows_kernel(at::TensorList fields, const MaybeTensor& index, at::IntArrayRef slots,
+                        const MaybeTensor& rows_from) {
   constexpr const char* kOp = "pack_rows";
-  PackRows pack = fields_of(fields, index, slots);
-  const Tensor out = empty_rows(pack, fields[0], index);
+  PackRows pack = fields_of(fields, index, slots, rows_from);
+  const Tensor out = pack_rows_meta(fields, index, slots, rows_from);
   bridge::check_sizes(kOp, "the result", out);
   std::vector<Tensor> adjacent_fields;
   for (std::size_t f = 0; f < fields.size(); ++f) {
@@ -138,12 +139,18 @@ Tensor pack_rows_kernel(at::TensorList fields, const MaybeTensor& index, at::Int
     field.from_rows = from.size(0);
     field.from_stride = from.stride(0) * static_cast<std::int64_t>(from.element_size());
   }
-  Tensor numbers;
+  Tensor indices, numbers;
   if (index) {
     bridge::check_memory(kOp, "index", *index);
-    numbers = index->contiguous();
-    pack.index = numbers.const_data_ptr<std::int32_t>();
+    indices = index->contiguous();
+    pack.index = indices.const_data_ptr<std::int32_t>();
   }
+  if (rows_from) {
+    bridge::check_memory(kOp, "rows_from", *rows_from);
+    numbers = rows_from->contiguous();
+    pack.rows_from = numbers.const_data_ptr<std::int32_t>();
+  }
+  pack.from_rows = index ? index->size(0) : fields[0].size(0);
   pack.rows = out.size(0);
   pack.to = out.mutable_data_ptr();
   pack.device = bridge::backend_of(out);

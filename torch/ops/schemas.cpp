@@ -220,14 +220,16 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor[]? x_codes=None, "
       "__torch__.torch.classes.minifloat.GradientCodes? gradient=None) -> Tensor",
       tags);
-  // Whether experts may read the codes of tokens that are cast once for all slots.
-  m.def("reads_token_codes(str recipe) -> bool");
+  // Whether the codes of a row under a spec depend on no other row, nor on its place: experts then
+  // read those of tokens, cast once for all slots.
+  m.def("casts_rows_alone(str spec) -> bool");
 
   // Between the products of experts. swiglu: of one product (M, 2 I), or of gate and up (M, I), and
   // float32 weights, one a row, at `pairs`, int32 (M), or in order. Rows past the last group are
   // zeros. take_rows: row r is x's row index[r] / slots; places, (x's rows, slots), is the inverse
   // of index, makes it faster, and is what its gradient reads. add_slots: row t is base[t] plus the
-  // rows at places[t], in fp32 and in order; its gradient reads pairs, the inverse of places.
+  // rows at places[t], in fp32 and in order, -1 for none; its gradient reads pairs, the inverse of
+  // places.
   m.def(
       "swiglu(Tensor product, Tensor? other, Tensor weights, *, float? limit=None, "
       "float alpha=1.702, bool interleaved=False, Tensor? pairs=None, Tensor? groups=None) -> "
@@ -300,10 +302,14 @@ TORCH_LIBRARY(minifloat, m) {
         tags);
   m.def("add_slots(Tensor rows, Tensor places, Tensor? base=None, *, Tensor? pairs=None) -> Tensor",
         tags);
-  // Rows of bytes, uint8 (M, bytes): fields (rows, columns) or (rows) side by side. Row r has the
-  // row index[r] / slots of a field with slots, else the field's row r. row_layout: of fields of
-  // these bytes a row, where each begins, then the bytes of a row.
-  m.def("pack_rows(Tensor[] fields, Tensor? index=None, *, int[] slots=[]) -> Tensor", tags);
+  // Rows of bytes, uint8 (M, bytes): fields (rows, columns) or (rows) side by side. Row n has the
+  // row index[n] / slots of a field with slots, else the field's row n. rows_from, int32: n of each
+  // row of the result, -1 of a row of zeros. row_layout: of fields of these bytes a row, where each
+  // begins, then the bytes of a row.
+  m.def(
+      "pack_rows(Tensor[] fields, Tensor? index=None, *, int[] slots=[], Tensor? rows_from=None) "
+      "-> Tensor",
+      tags);
   m.def("row_layout(int[] field_bytes) -> int[]");
 
   // A step of delayed scaling. histories: float32 (…, 1 + length), of one shape. Column 0 is the

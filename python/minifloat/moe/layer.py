@@ -317,7 +317,7 @@ class MoE(nn.Module):
         )
         if shared_input is None or not is_one or any(is_distributed(r.weight) for r in readers):
             return None
-        if not ops.reads_token_codes(recipe.text):
+        if not ops.casts_rows_alone(recipe.fprop.a):
             return None
         columnwise = torch.is_grad_enabled() and any(r.weight.requires_grad for r in readers)
         return partial(cast_tokens, shared_input, recipe.text, columnwise)

@@ -22,8 +22,8 @@ struct PackedField {
 struct PackArgs {
   PackedField fields[kMaxRowFields];
   int count;
-  const std::int32_t* index;
-  std::uint32_t rows, row_bytes;
+  const std::int32_t *index, *rows_from;
+  std::uint32_t from_rows, rows, row_bytes;
   char* to;
 };
 
@@ -48,7 +48,13 @@ __global__ void __launch_bounds__(kRowThreads) pack(const __grid_constant__ Pack
   const std::uint32_t row = blockIdx.x * kRowWarps + threadIdx.x / 32;
   if (row >= args.rows) return;
   char* const to = args.to + static_cast<std::int64_t>(row) * args.row_bytes;
-  const auto number = args.index ? static_cast<std::uint32_t>(__ldg(args.index + row)) : 0;
+  constexpr std::uint32_t kNone = ~0u;
+  std::uint32_t number = row;
+  if (args.rows_from) number = static_cast<std::uint32_t>(__ldg(args.rows_from + row));
+  if (number >= args.from_rows) number = kNone;
+  const std::uint32_t indexed = args.index && number != kNone
+                                    ? static_cast<std::uint32_t>(__ldg(args.index + number))
+                                    : kNone;
   std::uint32_t end = 0;  // of what is written
   const auto clear_to = [&](std::uint32_t begin) {
     const std::uint32_t at = end + threadIdx.x % 32;  // less than 32 bytes lie between fields
@@ -56,8 +62,8 @@ __global__ void __launch_bounds__(kRowThreads) pack(const __grid_constant__ Pack
   };
   for (int f = 0; f < args.count; ++f) {
     const PackedField& field = args.fields[f];
-    std::uint32_t from_row = row;
-    if (field.is_indexed) from_row = number >> 31 ? ~0u : field.slots.divide(number);
+    std::uint32_t from_row = number;
+    if (field.is_indexed) from_row = indexed >> 31 ? kNone : field.slots.divide(indexed);
     const char* const from = from_row < field.rows ? field.from + from_row * field.stride : nullptr;
     clear_to(field.begin);
     if (field.chunk == 16)
@@ -92,12 +98,14 @@ PackedField packed(const RowField& field, std::int64_t begin) {
 void pack_rows(const PackRows& of, const Execution& execution) {
   constexpr std::int64_t kMost = std::int64_t{1} << 31;
   const RowLayout layout = of.layout();
-  MINIFLOAT_CHECK(of.rows < kMost && layout.row_bytes < kMost,
+  MINIFLOAT_CHECK(of.rows < kMost && of.from_rows < kMost && layout.row_bytes < kMost,
                   "pack_rows: expected less than 2^31 rows of less than 2^31 bytes, got ", of.rows,
-                  " of ", layout.row_bytes);
+                  " from ", of.from_rows, ", of ", layout.row_bytes);
   PackArgs args = {.fields = {},
                    .count = static_cast<int>(of.fields.size()),
                    .index = of.index,
+                   .rows_from = of.rows_from,
+                   .from_rows = static_cast<std::uint32_t>(of.from_rows),
                    .rows = static_cast<std::uint32_t>(of.rows),
                    .row_bytes = static_cast<std::uint32_t>(layout.row_bytes),
                    .to = static_cast<char*>(of.to)};

@@ -11,7 +11,7 @@ Shape suffixes: M rows that this rank sends, R ranks, B bytes of a row.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -33,22 +33,25 @@ class RowLayout:
         ]
 
     def pack(
-        self, tensors: Sequence[Tensor], index: Tensor | None = None, slots: Sequence[int] = ()
+        self,
+        tensors: Sequence[Tensor],
+        index: Tensor | None = None,
+        slots: Sequence[int] = (),
+        rows_from: Tensor | None = None,
     ) -> Tensor:
         """Puts one tensor a field, (rows, columns) or (rows) each, side by side.
 
         Args:
             tensors: of the dtypes of the fields.
             index: int32 (M), for fields with slots.
-            slots: of each field, whose row r is the tensor's row index[r] / slots; 0: its row r.
+            slots: of each field, whose row n is the tensor's row index[n] / slots; 0: its row n.
+            rows_from: int32, n of each row of the message, -1 of a row of zeros; None: all in
+                order.
 
         Returns:
-            uint8 (M, B); one whole field itself.
+            uint8 (rows of the message, B).
         """
-        is_whole = len(self.fields) == 1 and self.fields[0][2] == self.row_bytes
-        if is_whole and index is None and tensors[0].is_contiguous():
-            return tensors[0].view(torch.uint8)
-        rows = ops.pack_rows(tensors, index, slots=slots)
+        rows = ops.pack_rows(tensors, index, slots=slots, rows_from=rows_from)
         assert rows.shape[1] == self.row_bytes
         return rows
 
@@ -110,14 +113,26 @@ class SentGroups(NamedTuple):
 class Route:
     """The way of one forward's rows: (M, B) to the experts' ranks, and others back.
 
-    Rows that were not sent return as zeros.
+    Args:
+        rows_from: int32, which of the rows a message has, -1 for a row of zeros; None: all.
     """
 
+    rows_from: Tensor | None = None
+
+    def wait(self) -> None:
+        """Returns once the ranks are known to have the same layer, or raises ValueError."""
+
     def send(self, rows: Tensor) -> Tensor:
+        """Sends the rows of a message, uint8, and returns those that arrive."""
         raise NotImplementedError
 
     def back(self, rows: Tensor) -> Tensor:
+        """Sends rows back, and returns as many as the message had."""
         raise NotImplementedError
+
+    def places(self, places: Tensor) -> Tensor:
+        """Returns where in a message the rows of these numbers are, int32, -1 of one not sent."""
+        return places
 
     def sent_groups(self, offs: Tensor) -> SentGroups | None:
         """Returns the rows that are sent, of groups that end at `offs`; None: all are."""
@@ -125,21 +140,29 @@ class Route:
 
 
 class ExactRoute(Route):
-    """Sends all rows, with sizes known on the host.
+    """Sends all rows. The host waits for their numbers where they are first sent, not earlier.
 
     Args:
         group: the ranks.
-        sent: rows to each rank.
-        received: rows from each rank.
+        read: waits for the device, compares the ranks' layers, and returns how many rows go to
+            each rank and how many come from each.
         rows: M, with rows for no expert at the end.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, sent: list[int], received: list[int], rows: int
+        self, group: dist.ProcessGroup, read: Callable[[], tuple[list[int], list[int]]], rows: int
     ) -> None:
-        self.group, self.sent, self.received, self.rows = group, sent, received, rows
+        self.group, self.rows = group, rows
+        self.read: Callable[[], tuple[list[int], list[int]]] | None = read
+        self.sent: list[int] = []
+        self.received: list[int] = []
+
+    def wait(self) -> None:
+        if self.read is not None:
+            (self.sent, self.received), self.read = self.read(), None
 
     def send(self, rows: Tensor) -> Tensor:
+        self.wait()
         received = rows.new_empty(sum(self.received), rows.shape[1])
         own = rows[: sum(self.sent)]
         dist.all_to_all_single(received, own, self.received, self.sent, group=self.group)
@@ -169,28 +192,30 @@ class CapacityRoute(Route):
         self, group: dist.ProcessGroup, counts: Tensor, capacity: int, rows: int, may_drop: bool
     ) -> None:
         self.group, self.may_drop = group, may_drop
-        ranks, device = counts.shape[0], counts.device
+        device = counts.device
         ends = counts.cumsum(0)
         # Of each rank, and of the rows for no expert, which none receives.
         starts, kept = F.pad(ends, (1, 0)), F.pad(counts.clamp(max=capacity), (0, 1))
         self.dropped = counts.sum() - kept.sum()
-        # The row of each place in the buffer, and the place of each row. The last number of either
-        # stands for a row of zeros.
         place = torch.arange(capacity, device=device)
-        row_of_place = (starts[:-1, None] + place).masked_fill(place >= kept[:-1, None], rows)
-        self.row_of_place = row_of_place.reshape(-1).int()
+        rows_from = (starts[:-1, None] + place).masked_fill(place >= kept[:-1, None], -1)
+        self.rows_from = rows_from.reshape(-1).int()
         row = torch.arange(rows, device=device)
         rank = torch.searchsorted(ends, row, right=True)
         number = row - starts[rank]
         self.is_sent = number < kept[rank]
-        place_of_row = (rank * capacity + number).masked_fill(~self.is_sent, ranks * capacity)
-        self.place_of_row = place_of_row.int()
+        self.place_of_row = (rank * capacity + number).masked_fill(~self.is_sent, -1).int()
 
     def send(self, rows: Tensor) -> Tensor:
-        return self._exchange(take_or_zero(rows, self.row_of_place))
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows, group=self.group)
+        return received
 
     def back(self, rows: Tensor) -> Tensor:
-        return take_or_zero(self._exchange(rows.contiguous()), self.place_of_row)
+        return self.send(rows)
+
+    def places(self, places: Tensor) -> Tensor:
+        return self.place_of_row.take(places.long())
 
     def sent_groups(self, offs: Tensor) -> SentGroups | None:
         if not self.may_drop:
@@ -199,21 +224,6 @@ class CapacityRoute(Route):
         ends = torch.cat([count.new_zeros(1), count]).index_select(0, offs)
         numbers = (~self.is_sent).byte().argsort(stable=True).int()
         return SentGroups(numbers, ops.group_table(ends.int(), numbers.shape[0]))
-
-    def _exchange(self, rows: Tensor) -> Tensor:
-        received = torch.empty_like(rows)
-        dist.all_to_all_single(received, rows, group=self.group)
-        return received
-
-
-def take_or_zero(rows: Tensor, numbers: Tensor) -> Tensor:
-    """Copies the rows of these numbers, int32; zeros for a number past the last row."""
-    if rows.is_cuda:  # where the op writes zeros for such numbers; on the CPU it refuses them
-        return ops.take_rows(rows, numbers)
-    taken = rows.new_zeros(numbers.shape[0], rows.shape[1])
-    is_row = numbers < rows.shape[0]
-    taken[is_row] = rows[numbers[is_row]]
-    return taken
 
 
 class DispatcherRoute(Route):

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -31,7 +32,7 @@ from ...nn.state.recipe_state import ExpertRange
 from ...recipe import Recipe, operand_names
 from ...spec import Spec
 from ...tensor.quantized import Operand
-from ..feed_forward import Order, Products, add_slots, order_rows
+from ..feed_forward import Order, Products, order_rows
 from .dispatch import Route, RowLayout
 
 X, G = "x/fprop", "g/dgrad"  # the operands that can travel as codes
@@ -87,6 +88,13 @@ class Way:
     ids: Tensor
     experts: Tensor
 
+    def send(self, layout: RowLayout, fields: Sequence[Tensor], slots: Sequence[int]) -> Tensor:
+        """Sends fields of tokens, of pairs or of rows, with k, 1 or 0 slots, and returns arrivals.
+
+        Both are rows of bytes of a layout.
+        """
+        return self.route.send(layout.pack(fields, self.sent.pairs, slots, self.route.rows_from))
+
 
 @dataclass(frozen=True)
 class CodeSender:
@@ -118,26 +126,33 @@ class CodeSender:
         return found
 
     def quantize(
-        self, rows: Tensor, way: Way, rows_from: Tensor | None = None
-    ) -> tuple[list[Tensor], list[Tensor]]:
-        """Casts the rows that this rank sends by the amaxes of all ranks' rows.
+        self, x: Tensor, way: Way, codes: Operand | None = None
+    ) -> tuple[list[Tensor], list[Tensor], int]:
+        """Casts the rows that this rank sends: each token once, where no other row matters to it.
 
         Args:
-            rows: (M, D), or those that `rows_from` chooses from.
+            x: (T, D), of the tokens.
             way: of the rows.
-            rows_from: int32 (M), the row of each; None: its own.
+            codes: x as a linear layer reads it, or None. Where its product is exact it has values
+                alone.
 
         Returns:
-            The tensors of `fields`, and scale and amax of this rank's experts, float32 (n): an
-            empty scale where rows have their own, an empty amax where no expert has one.
+            The tensors of `fields`, of tokens or of rows; scale and amax of this rank's experts,
+            float32 (n), an empty scale where rows have their own, an empty amax where no expert
+            has one; and the slots by which to pack the fields: k of tokens, 0 of rows.
         """
-        spec, call = self.spec, self.call
+        none = torch.empty(0, device=x.device)
+        if ops.casts_rows_alone(self.spec.text):
+            if codes is None or not codes.has_codes:
+                codes = Operand(*ops.quantize(x, self.spec.text, "")[:4])
+            return [codes.codes, codes.scale], [none, none], way.sent.slots
+        spec, call, tokens = self.spec, self.call, way.sent.tokens
         table = ops.group_table(way.sent.offs, way.ids.shape[0])
         active = current = None
         if spec.amax_of == "tensor":
-            active, current = self._amaxes(rows, table, rows_from, way)
-        codes, scale, *_ = ops.quantize(
-            rows,
+            active, current = self._amaxes(x, table, tokens, way)
+        found, scale, *_ = ops.quantize(
+            x,
             spec.text,
             "",
             amax_row=active,
@@ -145,45 +160,29 @@ class CodeSender:
             stream_row=ops.stream(self.name) ^ call.stream,
             groups=table,
             row_ids=way.ids if spec.is_stochastic else None,
-            rows_from=rows_from,
+            rows_from=tokens,
         )
-        none = torch.empty(0, device=rows.device)
         amaxes = none if current is None else current[self._own]
         if spec.has_blocks or spec.amax_of == "row":
-            return [codes, scale], [scale.new_empty(0), amaxes]
-        return [codes], [scale[self._own], amaxes]
-
-    def quantize_tokens(
-        self, x: Tensor, way: Way, tokens: Operand | None
-    ) -> tuple[list[Tensor], list[Tensor], int]:
-        """Returns what `quantize` does of the tokens' rows, and the slots by which to pack them.
-
-        Slots are 0 of rows, and k of the codes of the tokens themselves.
-
-        tokens: x as a linear layer reads it, which reads values where its product is exact.
-        """
-        if tokens is None or self.spec.amax_of == "tensor" or not tokens.has_codes:
-            return *self.quantize(x, way, way.sent.tokens), 0
-        none = torch.empty(0, device=x.device)
-        return [tokens.codes, tokens.scale], [none, none], way.sent.slots
+            return [found, scale], [none, amaxes], 0
+        return [found], [scale[self._own], amaxes], 0
 
     @property
     def _own(self) -> slice:
         """This rank's experts among all."""
         return slice(self.experts.begin, self.experts.begin + self.experts.count)
 
-    def _amaxes(
-        self, rows: Tensor, table: Tensor, rows_from: Tensor | None, way: Way
-    ) -> tuple[Tensor, Tensor]:
+    def _amaxes(self, x: Tensor, table: Tensor, tokens: Tensor, way: Way) -> tuple[Tensor, Tensor]:
         """Returns the active and the current amax of each of the E experts, from one all-reduce.
 
         Rows that are dropped do not count. Under delayed scaling it records the current amaxes of
         this rank's experts.
         """
+        way.route.wait()  # ranks that differ may not reduce amaxes
         if (kept := way.route.sent_groups(way.sent.offs)) is not None:
             numbers, table = kept
-            rows_from = numbers if rows_from is None else rows_from.index_select(0, numbers)
-        found = ops.amax(rows, self.spec.text, groups=table, rows_from=rows_from)
+            tokens = tokens.index_select(0, numbers)
+        found = ops.amax(x, self.spec.text, groups=table, rows_from=tokens)
         history, group = self.call.amax_history, self.experts.group
         if not self.spec.is_delayed or history is None:
             found = hooks.reduce_amaxes(found, group)
@@ -221,12 +220,12 @@ class Dispatch(torch.autograd.Function):
         if sender is None:
             fields, slots, kinds = [x], order.slots, [(x.dtype, width)]
         else:
-            fields, shared, slots = sender.quantize_tokens(x, way, tokens)
+            fields, shared, slots = sender.quantize(x, way, tokens)
             kinds = sender.fields(width)
         layout = RowLayout(*kinds, *ROW_METADATA)
         fields += [weights.reshape(-1).float(), way.ids, way.experts]
         of_field = [slots] * len(kinds) + [1, 0, 0]
-        arrived = way.route.send(layout.pack(fields, order.pairs, of_field))
+        arrived = way.send(layout, fields, of_field)
         *found, weights_A, ids, experts = layout.unpack(arrived)
         values, codes, metadata = found[0], [], [ids.reshape(-1), experts.reshape(-1)]
         if sender is not None:
@@ -247,16 +246,18 @@ class Dispatch(torch.autograd.Function):
         x_dtype, weights_dtype = ctx.dtypes
         layout = RowLayout((d_rows.dtype, d_rows.shape[1]), (torch.float32, 1))
         found, d_weights_M = layout.unpack(ctx.route.back(layout.pack([d_rows, d_weights])))
-        dx = add_slots(found, order).to(x_dtype)
-        d_weights = d_weights_M.reshape(-1).take(order.places.long()).to(weights_dtype)
+        places = ctx.route.places(order.places)
+        dx = ops.add_slots(found, places).to(x_dtype)
+        # The place -1 is that of the zero at the end.
+        d_weights = F.pad(d_weights_M.reshape(-1), (0, 1)).take(places.long()).to(weights_dtype)
         return None, dx, d_weights, None
 
 
 class Combine(torch.autograd.Function):
-    """Sends the experts' rows back: (A, D), sorted, -> (M, D).
+    """Sends the experts' rows back, and sums those of each token: (A, D), sorted, -> (T, D).
 
     Arguments: way, what takes the gradient's codes or None, rows, pairs and places of the order in
-    which they were received.
+    which they were received, and the base of the sums or None.
     """
 
     @staticmethod
@@ -267,38 +268,50 @@ class Combine(torch.autograd.Function):
         rows: Tensor,
         pairs: Tensor,
         places: Tensor,
+        base: Tensor | None,
     ) -> Tensor:
         ctx.way, ctx.gradient, ctx.shape = way, gradient, rows.shape
         ctx.save_for_backward(pairs)
         layout = RowLayout((rows.dtype, rows.shape[1]))
         packed = layout.pack([rows], places.reshape(-1), [1])
-        return layout.unpack(way.route.back(packed))[0]
+        found = layout.unpack(way.route.back(packed))[0]
+        return ops.add_slots(found, way.route.places(way.sent.places), base)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g_M,), (pairs,), way, sender = grads, ctx.saved_tensors, ctx.way, ctx.way.g
+        g, (pairs,), way, sender = grads[0].contiguous(), ctx.saved_tensors, ctx.way, ctx.way.g
         if sender is None:
-            fields, kinds = [g_M], [(g_M.dtype, g_M.shape[1])]
+            fields, slots, kinds = [g], way.sent.slots, [(g.dtype, g.shape[1])]
         else:
-            fields, shared = sender.quantize(g_M, way)
-            kinds = sender.fields(g_M.shape[1])
+            fields, shared, slots = sender.quantize(g, way)
+            kinds = sender.fields(g.shape[1])
         layout = RowLayout(*kinds)
-        arrived = layout.unpack(way.route.send(layout.pack(fields)))
+        arrived = layout.unpack(way.send(layout, fields, [slots] * len(kinds)))
         if sender is None:
             g_A = arrived[0].index_select(0, pairs)
         else:
             ctx.gradient.set(sender.received(arrived, shared))
-            g_A = g_M.new_zeros(()).expand(ctx.shape)
-        return None, None, g_A, None, None
+            g_A = g.new_zeros(()).expand(ctx.shape)
+        d_base = g.float() if ctx.needs_input_grad[5] else None
+        return None, None, g_A, None, None, d_base
 
 
 def run_on_ranks(
-    way: Way, products: Products, x: Tensor, weights_Tk: Tensor, tokens: Operand | None
+    way: Way,
+    products: Products,
+    x: Tensor,
+    weights_Tk: Tensor,
+    tokens: Operand | None,
+    base: Tensor | None,
 ) -> Tensor:
-    """Sends rows to their experts, computes them there, and returns the results, (M, D).
+    """Sends rows to their experts, computes them there, and returns the tokens' sums, (T, D).
 
-    tokens: x as codes, where x is quantized already.
+    Args:
+        way, products, weights_Tk: of the layer.
+        x: (T, D).
+        tokens: x as codes, where x is quantized already.
+        base: float32 (T, D), which the sums begin with; None: zeros.
     """
     values, weights_A, ids_A, local_A, *codes = Dispatch.apply(way, x, weights_Tk, tokens)
     order = order_rows(local_A[:, None] - 1, products.matrices[-1].shape[0], ids_A)
@@ -306,4 +319,4 @@ def run_on_ranks(
     rows = products.run(
         values, weights_A, order, sums=False, x_codes=codes or None, gradient=gradient
     )
-    return Combine.apply(way, gradient, rows, order.pairs, order.places)
+    return Combine.apply(way, gradient, rows, order.pairs, order.places, base)

@@ -39,7 +39,6 @@ from ...tensor.quantized import Operand
 from ..feed_forward import (
     Order,
     Products,
-    add_slots,
     compute_dtype,
     input_names,
     order_rows,
@@ -130,9 +129,9 @@ class ExpertParallel:
         senders = self._sender(X, calls[:-1]), self._sender(G, calls[-1:])
         way = Way(route, *senders, order, ids, local_M)
         tokens = cast(x_TD) if cast is not None and way.x is not None else None
-        returned = run_on_ranks(way, products, x, weights_Tk, tokens)
         bias = products.output_bias
         if bias is not None:
+            route.wait()  # ranks that differ may have no bias
             # The import takes 50 ms.
             from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
@@ -140,7 +139,8 @@ class ExpertParallel:
                 is_sent = route.is_sent.take(order.places.long())
                 weights_Tk = weights_Tk.masked_fill(~is_sent, 0)
             bias = all_gather_tensor_autograd(bias.float().contiguous(), 0, self.group)
-        return add_slots(returned, order, weighted_biases(indices_Tk, weights_Tk, bias))
+        base = weighted_biases(indices_Tk, weights_Tk, bias)
+        return run_on_ranks(way, products, x, weights_Tk, tokens, base)
 
     def _sender(self, name: str, calls: Sequence[ProductCall]) -> CodeSender | None:
         """Returns the cast of X or G, which `calls` read; None where it travels as values."""
@@ -209,16 +209,24 @@ class ExpertParallel:
         expert_M: Tensor,
         slots: int,
     ) -> Route:
-        """Returns the way of this forward's rows, after it has compared the ranks' titles."""
+        """Returns the way of this forward's rows.
+
+        The ranks' titles are compared here, or where the way waits for sizes.
+        """
         rows, ranks = expert_M.shape[0], self.ranks
         if title != self.title and not (self.dispatcher is None and self.capacity is None):
             self._compare(title, to_host(titles_R), is_on_all=False)
         if self.dispatcher is not None:
             return DispatcherRoute(self.dispatcher, expert_M.int())
         if self.capacity is None:
-            numbers = to_host(torch.cat([sent_R, received_R, titles_R]))
-            self._compare(title, numbers[2 * ranks :], is_on_all=True)
-            return ExactRoute(self.group, numbers[:ranks], numbers[ranks : 2 * ranks], rows)
+            on_device = torch.cat([sent_R, received_R, titles_R])
+
+            def read() -> tuple[list[int], list[int]]:
+                numbers = to_host(on_device)
+                self._compare(title, numbers[2 * ranks :], is_on_all=True)
+                return numbers[:ranks], numbers[ranks : 2 * ranks]
+
+            return ExactRoute(self.group, read, rows)
         most = rows // max(slots, 1) * min(slots, self.local)  # a token has an expert once
         capacity = most if self.capacity == ALL else int(self.capacity)
         route = CapacityRoute(self.group, sent_R, capacity, rows, capacity < most)
