@@ -132,6 +132,12 @@ def test_eden():
             Spec.parse(base + "+eden")
 
 
+def test_specs_that_cast_rows_alone():
+    alone = {"e4m3/row", "e4m3/1x128", "mxfp8", "mxfp4+rht"}
+    others = {"bf16", "e4m3/tensor", "nvfp4", "mxfp4+sr", "e4m3/row+sr", "mxfp8/32x32"}
+    assert {text for text in alone | others if Spec.parse(text).casts_rows_alone} == alone
+
+
 def test_other_texts_are_refused():
     for base, flag in product(BASES, {f for flags in OWN_FLAGS.values() for f in flags}):
         if flag not in OWN_FLAGS[BASES[base][1]]:

@@ -88,6 +88,10 @@ struct Spec {
   ScaleType scale_type() const;
   // Returns whether blocks span rows, so that the end of a group of rows would cut one.
   bool has_blocks_2d() const { return block_rows > 1; }
+  // Whether the codes of a row depend on no other row and on no random bits.
+  bool casts_rows_alone() const {
+    return !(is_bf16() || stochastic || delayed || has_blocks_2d() || has_tensor_amax());
+  }
   // Returns the least unit of groups along the contraction dimension (core/groups.h).
   int group_unit() const {
     return std::max({code_bits() == 4 ? 2 * kSmallestUnit : kSmallestUnit, block_cols, transform});

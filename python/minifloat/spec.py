@@ -54,6 +54,7 @@ class Spec:
     is_fp4_by_powers_of_two: bool  # E4M3 represents codes times block scales exactly
     transposes_exactly: bool  # the transposed codes of one direction are those of the other
     draws_signs: bool  # +eden: the transform's signs are random bits
+    casts_rows_alone: bool  # the codes of a row depend on no other row and on no random bits
 
     @staticmethod
     def parse(text: str) -> Spec:

@@ -220,6 +220,26 @@ def test_delayed_scaling_records_the_amaxes_of_all_ranks():
     run_world(2, check_steps, "fp8_delayed")
 
 
+def check_bias_alone(rank: int, dispatch: str) -> None:
+    """Where the output's bias alone trains, backward sends nothing and measures no gradient."""
+    moe = built("fp8_delayed", bias=True)
+    mf.expert_parallel(moe, dist.group.WORLD, dispatch=dispatch)
+    moe.requires_grad_(False)
+    moe.experts.b2.requires_grad_()
+    y = moe(draw(rank, 6))
+    history = moe.experts.w2_product.amax_history.clone()
+    with Sent() as sent:
+        y.sum().backward()
+    assert sent.rows == []
+    assert torch.equal(moe.experts.w2_product.amax_history, history)
+    assert moe.experts.b2.grad.any()
+
+
+@pytest.mark.parametrize("dispatch", ["bf16", "codes"])
+def test_backward_without_rows_sends_nothing(dispatch):
+    run_world(2, check_bias_alone, dispatch)
+
+
 CAPACITY, DROPPED = 7, 5  # rows of one rank to another
 
 

@@ -108,8 +108,13 @@ def test_a_layer_divided_on_some_ranks_is_named():
 # ---- layers that change later --------------------------------------------------------------------
 
 LONG = 120  # seconds, longer than ranks take to start on a busy machine
-CHANGES = {"recipe": "recipe fp8_blockwise", "k": f"k = {K - 1}", "tokens": "5 tokens"}
-CHANGES["amaxes"] = "recipe fp8_tensorwise"  # which ranks would reduce
+CHANGES = {
+    "recipe": "recipe fp8_blockwise",
+    "amaxes": "recipe fp8_tensorwise",  # which ranks would reduce
+    "k": f"k = {K - 1}",
+    "tokens": "5 tokens",
+    "dtype": "torch.float64",  # which no cast takes
+}
 
 
 def change(moe: mf.MoE, name: str) -> int:
@@ -126,11 +131,12 @@ def change(moe: mf.MoE, name: str) -> int:
 def change_on_one(rank: int, name: str, options: dict[str, object]) -> None:
     moe = mf.expert_parallel(built("mxfp8"), dist.group.WORLD, **options)
     moe(draw(rank, 6))
-    moe(draw(rank, change(moe, name) if rank == 1 else 6))
+    x = draw(rank, change(moe, name) if rank == 1 else 6)
+    moe(x.double() if rank == 1 and name == "dtype" else x)
 
 
 @pytest.mark.parametrize("dispatch", ["bf16", "codes"])
-@pytest.mark.parametrize("name", ["recipe", "k", "amaxes"])
+@pytest.mark.parametrize("name", ["recipe", "k", "amaxes", "dtype"])
 def test_a_later_change_on_one_rank_is_one_error_on_every_rank(name, dispatch):
     begin = time.monotonic()
     for traceback in last_words(2, change_on_one, name, {"dispatch": dispatch}, seconds=LONG):

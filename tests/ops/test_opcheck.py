@@ -260,7 +260,7 @@ def test_every_op_is_checked():
     text |= {"spec_info", "product_info", "token_unit", "shard_multiple", "operand_names"}
     text |= {"statistic_names"}
     text |= {"engine_of", "engine_info", "assume_capability"}
-    text |= {"even_cuts", "fragment_layout", "row_layout", "check_groups", "casts_rows_alone"}
+    text |= {"even_cuts", "fragment_layout", "row_layout", "check_groups"}
     text |= {"message_bytes", "count_step"}
     names = {
         name.split("::")[1].split(".")[0]

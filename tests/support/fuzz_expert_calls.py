@@ -12,7 +12,6 @@ from torch import Tensor
 
 from tests.support.fuzz_calls import FLOATS, Call, call, op_call, ops, with_backward
 from tests.support.fuzz_values import Arena, values
-from tests.support.specs import SPECS
 
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.int64)
 
@@ -170,11 +169,6 @@ def _gradient_codes(rng: Random, arena: Arena) -> Call:
     return Call(
         run, {"tensors": [codes, arena.place(torch.ones(5, 1)), arena.place(torch.ones(5))]}
     )
-
-
-@call("casts_rows_alone")
-def _casts_rows_alone(rng: Random, arena: Arena) -> Call:
-    return op_call("casts_rows_alone", spec=rng.choice(SPECS))
 
 
 @call("mf.grouped_mlp of ranks")

@@ -20,9 +20,6 @@ bool is_shared(const Spec& spec) {
   return !spec.is_bf16() && !spec.stochastic && !spec.delayed && !spec.has_blocks_2d();
 }
 
-// Returns whether a row's codes depend on no other row, nor on its place.
-bool has_own_codes(const Spec& spec) { return is_shared(spec) && !spec.has_tensor_amax(); }
-
 // Quantizes tokens rowwise, in the form that products of experts read.
 std::vector<Tensor> cast_of_tokens(const PreparedRecipe& recipe, const Tensor& x) {
   const SymInt count = x.sym_size(0);
@@ -66,8 +63,6 @@ bool read_one_cast(const std::vector<const PreparedRecipe*>& recipes, Place plac
   return is_one;
 }
 
-bool casts_rows_alone(const std::string& spec) { return has_own_codes(Spec::parse(spec)); }
-
 // Undoes the randomised Hadamard transform of rows (M, whole transforms), fp32. It multiplies by
 // signs and then by a symmetric orthogonal matrix.
 Tensor without_transform(const Tensor& rows, std::int64_t points) {
@@ -102,7 +97,7 @@ Rows rows_of_tokens(const std::vector<const PreparedRecipe*>& recipes, const Ten
   const PreparedRecipe& recipe = *recipes[0];
   if (!read_one_cast(recipes, rowwise ? kFpropX : kWgradX)) return {order.take(x), {}};
   const Tensor shape = shape_alone(x, order.rows(), x.sym_size(1));
-  if (rowwise && has_own_codes(recipe.specs[kFpropX]))
+  if (rowwise && recipe.specs[kFpropX].casts_rows_alone())
     return {shape, operands_of_tokens(recipe, x, order, tokens)};
   return {shape, operands_of_rows(recipe, x, rowwise, !rowwise,
                                   {.table = table, .rows_from = order.tokens()}, amax)};
@@ -164,9 +159,5 @@ void register_gradient_codes() {
 }
 
 }  // namespace torch_ops
-
-TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
-  m.impl("casts_rows_alone", torch_ops::casts_rows_alone);
-}
 
 }  // namespace minifloat

@@ -220,16 +220,13 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor[]? x_codes=None, "
       "__torch__.torch.classes.minifloat.GradientCodes? gradient=None) -> Tensor",
       tags);
-  // Whether the codes of a row under a spec depend on no other row, nor on its place: experts then
-  // read those of tokens, cast once for all slots.
-  m.def("casts_rows_alone(str spec) -> bool");
 
   // Between the products of experts. swiglu: of one product (M, 2 I), or of gate and up (M, I), and
   // float32 weights, one a row, at `pairs`, int32 (M), or in order. Rows past the last group are
   // zeros. take_rows: row r is x's row index[r] / slots; places, (x's rows, slots), is the inverse
   // of index, makes it faster, and is what its gradient reads. add_slots: row t is base[t] plus the
-  // rows at places[t], in fp32 and in order, -1 for none; its gradient reads pairs, the inverse of
-  // places.
+  // rows at places[t], in fp32 and in order; its gradient reads pairs, the inverse of places. A
+  // place -1 adds nothing, and then there is no gradient.
   m.def(
       "swiglu(Tensor product, Tensor? other, Tensor weights, *, float? limit=None, "
       "float alpha=1.702, bool interleaved=False, Tensor? pairs=None, Tensor? groups=None) -> "
@@ -327,11 +324,12 @@ TORCH_LIBRARY(minifloat, m) {
   // (0, 0) where there is none; transform: points, or 0. alignment: a cut at multiples splits no
   // block, transform or byte of codes. amax_of: "tensor", "row" or "". transposes: whether the
   // codes of one direction, transposed, are those of the other. draws_signs: of its transform.
+  // rows_alone: whether the codes of a row depend on no other row and on no random bits.
   m.def(
       "spec_info(str spec) -> (str text, str elements, str rule, str scale_dtype, str amax_of, "
       "int code_bits, float bits, int[] block, int[] alignment, int group_unit, int transform, "
       "bool bf16, bool blocks, bool stochastic, bool delayed, bool fp4_by_powers_of_two, "
-      "bool transposes, bool draws_signs)");
+      "bool transposes, bool draws_signs, bool rows_alone)");
   m.def("product_info(str product) -> (str a, str b, bool fast)");
   m.def("parse_recipe(str recipe) -> str[]");
   m.def("parse_recipe_map(str map) -> str[]");

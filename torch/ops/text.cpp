@@ -51,7 +51,7 @@ const char* name_of(ScaleType type) {
 using Ints = std::vector<std::int64_t>;
 using SpecInfo = std::tuple<std::string, std::string, std::string, std::string, std::string,
                             std::int64_t, double, Ints, Ints, std::int64_t, std::int64_t, bool,
-                            bool, bool, bool, bool, bool, bool>;
+                            bool, bool, bool, bool, bool, bool, bool>;
 SpecInfo spec_info(const std::string& text) {
   const Spec& spec = bridge::parse_spec(text);
   const char* amax_of = spec.has_tensor_amax() ? "tensor" : spec.has_row_amax() ? "row" : "";
@@ -78,7 +78,8 @@ SpecInfo spec_info(const std::string& text) {
           spec.delayed,
           spec.is_fp4_by_powers_of_two(),
           spec.block_rows == spec.block_cols && !spec.has_row_amax() && spec.transform == 0,
-          spec.is_eden()};
+          spec.is_eden(),
+          spec.casts_rows_alone()};
 }
 
 // Returns the canonical specs of both operands, and whether the product accumulates fast.

@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from .._native import ops
 from ..checks import require_bool, require_int, require_text
 from ..nn.cache.operand_cache import SharedInput, conditions_of, share_inputs
 from ..nn.grouped_product import (
@@ -38,6 +37,7 @@ from ..nn.linear import Linear, adopt
 from ..nn.state.random_state import RngState, add_hooks
 from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState, draw_from
 from ..recipe import Recipe
+from ..spec import Spec
 from ..tensor.quantized import Operand, Operands
 from .feed_forward import (
     ALPHA,
@@ -317,7 +317,7 @@ class MoE(nn.Module):
         )
         if shared_input is None or not is_one or any(is_distributed(r.weight) for r in readers):
             return None
-        if not ops.casts_rows_alone(recipe.fprop.a):
+        if not Spec.parse(recipe.fprop.a).casts_rows_alone:
             return None
         columnwise = torch.is_grad_enabled() and any(r.weight.requires_grad for r in readers)
         return partial(cast_tokens, shared_input, recipe.text, columnwise)

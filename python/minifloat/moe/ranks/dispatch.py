@@ -72,7 +72,7 @@ class Dispatcher(Protocol):
 
         Args:
             rows: uint8 (M, B), contiguous, in the order of their experts. B is a multiple of 16,
-                equal on all ranks. Not to be written to.
+                equal on all ranks.
             experts: int32 (M), the experts' numbers among all ranks, ascending. The number of
                 experts, after the last one, stands for none: such rows are not sent. Expert e is
                 on rank e // (experts / ranks).
@@ -111,9 +111,9 @@ class SentGroups(NamedTuple):
 
 
 class Route:
-    """The way of one forward's rows: (M, B) to the experts' ranks, and others back.
+    """The way of one forward's messages to the experts' ranks, and of others back.
 
-    Args:
+    Attributes:
         rows_from: int32, which of the rows a message has, -1 for a row of zeros; None: all.
     """
 
@@ -140,7 +140,7 @@ class Route:
 
 
 class ExactRoute(Route):
-    """Sends all rows. The host waits for their numbers where they are first sent, not earlier.
+    """Sends all rows. The host waits for their numbers, at the latest where rows are first sent.
 
     Args:
         group: the ranks.
@@ -171,9 +171,7 @@ class ExactRoute(Route):
     def back(self, rows: Tensor) -> Tensor:
         returned, count = rows.new_empty(self.rows, rows.shape[1]), sum(self.sent)
         returned[count:].zero_()
-        dist.all_to_all_single(
-            returned[:count], rows.contiguous(), self.sent, self.received, group=self.group
-        )
+        dist.all_to_all_single(returned[:count], rows, self.sent, self.received, group=self.group)
         return returned
 
 
@@ -245,7 +243,7 @@ class DispatcherRoute(Route):
         return require_rows("dispatch", received, None, rows.shape[1])
 
     def back(self, rows: Tensor) -> Tensor:
-        returned = self.dispatcher.combine(rows.contiguous(), self.handle)
+        returned = self.dispatcher.combine(rows, self.handle)
         return require_rows("combine", returned, self.experts.shape[0], rows.shape[1])
 
 

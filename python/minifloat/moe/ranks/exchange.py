@@ -16,7 +16,7 @@ one, T tokens, k slots, D width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,7 +128,7 @@ class CodeSender:
     def quantize(
         self, x: Tensor, way: Way, codes: Operand | None = None
     ) -> tuple[list[Tensor], list[Tensor], int]:
-        """Casts the rows that this rank sends: each token once, where no other row matters to it.
+        """Casts the rows that this rank sends: tokens, where rows are cast alone, else each row.
 
         Args:
             x: (T, D), of the tokens.
@@ -142,7 +142,7 @@ class CodeSender:
             has one; and the slots by which to pack the fields: k of tokens, 0 of rows.
         """
         none = torch.empty(0, device=x.device)
-        if ops.casts_rows_alone(self.spec.text):
+        if self.spec.casts_rows_alone:
             if codes is None or not codes.has_codes:
                 codes = Operand(*ops.quantize(x, self.spec.text, "")[:4])
             return [codes.codes, codes.scale], [none, none], way.sent.slots
@@ -273,13 +273,16 @@ class Combine(torch.autograd.Function):
         ctx.way, ctx.gradient, ctx.shape = way, gradient, rows.shape
         ctx.save_for_backward(pairs)
         layout = RowLayout((rows.dtype, rows.shape[1]))
-        packed = layout.pack([rows], places.reshape(-1), [1])
-        found = layout.unpack(way.route.back(packed))[0]
+        returned = way.route.back(layout.pack([rows], places.reshape(-1), [1]))
+        (found,) = layout.unpack(returned)
         return ops.add_slots(found, way.route.places(way.sent.places), base)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        d_base = grads[0].float() if ctx.needs_input_grad[5] else None
+        if not ctx.needs_input_grad[2]:
+            return None, None, None, None, None, d_base
         g, (pairs,), way, sender = grads[0].contiguous(), ctx.saved_tensors, ctx.way, ctx.way.g
         if sender is None:
             fields, slots, kinds = [g], way.sent.slots, [(g.dtype, g.shape[1])]
@@ -293,7 +296,6 @@ class Combine(torch.autograd.Function):
         else:
             ctx.gradient.set(sender.received(arrived, shared))
             g_A = g.new_zeros(()).expand(ctx.shape)
-        d_base = g.float() if ctx.needs_input_grad[5] else None
         return None, None, g_A, None, None, d_base
 
 
@@ -303,7 +305,7 @@ def run_on_ranks(
     x: Tensor,
     weights_Tk: Tensor,
     tokens: Operand | None,
-    base: Tensor | None,
+    base: Callable[[], Tensor | None],
 ) -> Tensor:
     """Sends rows to their experts, computes them there, and returns the tokens' sums, (T, D).
 
@@ -311,7 +313,8 @@ def run_on_ranks(
         way, products, weights_Tk: of the layer.
         x: (T, D).
         tokens: x as codes, where x is quantized already.
-        base: float32 (T, D), which the sums begin with; None: zeros.
+        base: returns float32 (T, D), which the sums begin with, or None: zeros. It is called last,
+            when the ranks are known to have the same layer.
     """
     values, weights_A, ids_A, local_A, *codes = Dispatch.apply(way, x, weights_Tk, tokens)
     order = order_rows(local_A[:, None] - 1, products.matrices[-1].shape[0], ids_A)
@@ -319,4 +322,4 @@ def run_on_ranks(
     rows = products.run(
         values, weights_A, order, sums=False, x_codes=codes or None, gradient=gradient
     )
-    return Combine.apply(way, gradient, rows, order.pairs, order.places, base)
+    return Combine.apply(way, gradient, rows, order.pairs, order.places, base())

@@ -129,18 +129,20 @@ class ExpertParallel:
         senders = self._sender(X, calls[:-1]), self._sender(G, calls[-1:])
         way = Way(route, *senders, order, ids, local_M)
         tokens = cast(x_TD) if cast is not None and way.x is not None else None
-        bias = products.output_bias
-        if bias is not None:
-            route.wait()  # ranks that differ may have no bias
+
+        def biases_of_tokens() -> Tensor | None:
+            bias, weights = products.output_bias, weights_Tk
+            if bias is None:
+                return None
             # The import takes 50 ms.
             from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
             if isinstance(route, CapacityRoute):  # a row that was dropped has no bias either
-                is_sent = route.is_sent.take(order.places.long())
-                weights_Tk = weights_Tk.masked_fill(~is_sent, 0)
+                weights = weights.masked_fill(~route.is_sent.take(order.places.long()), 0)
             bias = all_gather_tensor_autograd(bias.float().contiguous(), 0, self.group)
-        base = weighted_biases(indices_Tk, weights_Tk, bias)
-        return run_on_ranks(way, products, x, weights_Tk, tokens, base)
+            return weighted_biases(indices_Tk, weights, bias)
+
+        return run_on_ranks(way, products, x, weights_Tk, tokens, biases_of_tokens)
 
     def _sender(self, name: str, calls: Sequence[ProductCall]) -> CodeSender | None:
         """Returns the cast of X or G, which `calls` read; None where it travels as values."""
@@ -211,7 +213,8 @@ class ExpertParallel:
     ) -> Route:
         """Returns the way of this forward's rows.
 
-        The ranks' titles are compared here, or where the way waits for sizes.
+        A rank whose title has changed compares the ranks' titles here; with exact sizes the others
+        do where the way waits.
         """
         rows, ranks = expert_M.shape[0], self.ranks
         if title != self.title and not (self.dispatcher is None and self.capacity is None):
@@ -226,7 +229,10 @@ class ExpertParallel:
                 self._compare(title, numbers[2 * ranks :], is_on_all=True)
                 return numbers[:ranks], numbers[ranks : 2 * ranks]
 
-            return ExactRoute(self.group, read, rows)
+            exact = ExactRoute(self.group, read, rows)
+            if title != self.title:
+                exact.wait()  # before a cast that this rank alone may refuse
+            return exact
         most = rows // max(slots, 1) * min(slots, self.local)  # a token has an expert once
         capacity = most if self.capacity == ALL else int(self.capacity)
         route = CapacityRoute(self.group, sent_R, capacity, rows, capacity < most)
