@@ -88,12 +88,41 @@ class Way:
     ids: Tensor
     experts: Tensor
 
-    def send(self, layout: RowLayout, fields: Sequence[Tensor], slots: Sequence[int]) -> Tensor:
-        """Sends fields of tokens, of pairs or of rows, with k, 1 or 0 slots, and returns arrivals.
+    def send(
+        self,
+        x: Tensor,
+        sender: CodeSender | None,
+        codes: Operand | None = None,
+        weights: Tensor | None = None,
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Sends the rows of x to their experts, as values or as codes.
 
-        Both are rows of bytes of a layout.
+        Args:
+            x: (T, D), of the tokens.
+            sender: the cast of x; None: values.
+            codes: as `CodeSender.quantize` takes them.
+            weights: (T, k), the routing weights, which travel with the metadata; None: neither.
+
+        Returns:
+            Of the rows that arrive, values, or what `CodeSender.received` returns; and the fields
+            of ROW_METADATA, or none.
         """
-        return self.route.send(layout.pack(fields, self.sent.pairs, slots, self.route.rows_from))
+        fields, slots, kinds = [x], self.sent.slots, [(x.dtype, x.shape[1])]
+        shared: list[Tensor] = []
+        if sender is not None:
+            fields, shared, slots = sender.quantize(x, self, codes)
+            kinds = sender.fields(x.shape[1])
+        count, of_field = len(kinds), [slots] * len(kinds)
+        if weights is not None:
+            fields += [weights.reshape(-1).float(), self.ids, self.experts]
+            kinds += ROW_METADATA
+            of_field += [1, 0, 0]
+        layout, route = RowLayout(*kinds), self.route
+        arrived = layout.unpack(
+            route.send(layout.pack(fields, self.sent.pairs, of_field, route.rows_from))
+        )
+        rows = arrived[:count] if sender is None else sender.received(arrived[:count], shared)
+        return rows, arrived[count:]
 
 
 @dataclass(frozen=True)
@@ -216,23 +245,12 @@ class Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, way: Way, x: Tensor, weights: Tensor, tokens: Operand | None
     ) -> tuple[Any, ...]:
-        order, sender, width = way.sent, way.x, x.shape[1]
-        if sender is None:
-            fields, slots, kinds = [x], order.slots, [(x.dtype, width)]
-        else:
-            fields, shared, slots = sender.quantize(x, way, tokens)
-            kinds = sender.fields(width)
-        layout = RowLayout(*kinds, *ROW_METADATA)
-        fields += [weights.reshape(-1).float(), way.ids, way.experts]
-        of_field = [slots] * len(kinds) + [1, 0, 0]
-        arrived = way.send(layout, fields, of_field)
-        *found, weights_A, ids, experts = layout.unpack(arrived)
+        found, (weights_A, ids, experts) = way.send(x, way.x, tokens, weights)
         values, codes, metadata = found[0], [], [ids.reshape(-1), experts.reshape(-1)]
-        if sender is not None:
-            values = x.new_zeros(()).expand(arrived.shape[0], width)
-            codes = sender.received(found, shared)
+        if way.x is not None:
+            values, codes = x.new_zeros(()).expand(ids.shape[0], x.shape[1]), found
         ctx.route, ctx.dtypes = way.route, (x.dtype, weights.dtype)
-        ctx.save_for_backward(*order)
+        ctx.save_for_backward(*way.sent)
         ctx.mark_non_differentiable(*metadata, *codes)
         ctx.set_materialize_grads(False)
         return values, weights_A, *metadata, *codes
@@ -283,18 +301,12 @@ class Combine(torch.autograd.Function):
         d_base = grads[0].float() if ctx.needs_input_grad[5] else None
         if not ctx.needs_input_grad[2]:
             return None, None, None, None, None, d_base
-        g, (pairs,), way, sender = grads[0].contiguous(), ctx.saved_tensors, ctx.way, ctx.way.g
-        if sender is None:
-            fields, slots, kinds = [g], way.sent.slots, [(g.dtype, g.shape[1])]
+        g, (pairs,), way = grads[0].contiguous(), ctx.saved_tensors, ctx.way
+        found, _ = way.send(g, way.g)
+        if way.g is None:
+            g_A = found[0].index_select(0, pairs)
         else:
-            fields, shared, slots = sender.quantize(g, way)
-            kinds = sender.fields(g.shape[1])
-        layout = RowLayout(*kinds)
-        arrived = layout.unpack(way.send(layout, fields, [slots] * len(kinds)))
-        if sender is None:
-            g_A = arrived[0].index_select(0, pairs)
-        else:
-            ctx.gradient.set(sender.received(arrived, shared))
+            ctx.gradient.set(found)
             g_A = g.new_zeros(()).expand(ctx.shape)
         return None, None, g_A, None, None, d_base
 
