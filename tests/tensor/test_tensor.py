@@ -298,6 +298,34 @@ def test_autocast_and_inference_read_the_codes():
         assert torch.equal(mf.linear(x, p, None, recipe), mf.linear(x, w, None, recipe))
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_parameter_is_made_again_by_its_class(requires_grad):
+    p = nn.Parameter(mf.QuantizedTensor.from_tensor(values(), "mxfp8", "nvfp4/16x16"))
+    for again in (
+        type(p)(p.detach(), requires_grad=requires_grad),
+        type(p)(p, requires_grad=requires_grad),
+        nn.Parameter(p.detach(), requires_grad),
+    ):
+        assert isinstance(again, nn.Parameter)
+        assert again is not p
+        assert (again.requires_grad, again.is_leaf) == (requires_grad, True)
+        assert same(again, p)
+        assert again.rowwise.codes.data_ptr() == p.rowwise.codes.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((values(),), r"expected codes.*got values, a Tensor.*from_tensor\(values"),
+        ((mf.QuantizedTensor.from_tensor(values(), "mxfp8"), None, torch.bfloat16), "alone"),
+        (([1.0],), "rowwise: expected Quantized, got list"),
+    ],
+)
+def test_what_is_no_codes(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        mf.QuantizedTensor(*arguments)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

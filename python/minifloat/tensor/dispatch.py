@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .._native import ops
 from ..spec import Spec
 from .directions import map_tensors, slice_elements
+from .memory import refuse_memory
 from .quantized import Operand, Quantized, raw_scale
 from .quantized_tensor import NOMINAL_DTYPES, OTHERS, Op, QuantizedTensor, handles
 
@@ -40,9 +41,19 @@ def run_on_values(func: Op, *args: object, **kwargs: object) -> object:
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         for leaf in tree_leaves(given.get(argument.name)) if is_written else ():
             if isinstance(leaf, QuantizedTensor):
+                require_same_shape(func, leaf, values[id(leaf)])
                 leaf._write(values[id(leaf)])
                 written[id(values[id(leaf)])] = leaf
     return tree_map(lambda leaf: written.get(id(leaf), leaf), result) if written else result
+
+
+def require_same_shape(func: Op, before: QuantizedTensor, now: Tensor) -> None:
+    """Raises ValueError where an op in place, such as t_ or resize_, gave values another shape."""
+    if now.shape != before.shape:
+        raise ValueError(
+            f"QuantizedTensor: {func}: expected an op in place that keeps the shape "
+            f"{tuple(before.shape)} of codes, got values {tuple(now.shape)}"
+        )
 
 
 @handles(ops.quantize.default)
@@ -111,6 +122,18 @@ def to_copy(
     return x._map(lambda part: map_tensors(part, move), dtype)
 
 
+@handles(aten._pin_memory.default)
+def pin_memory(func: Op, x: QuantizedTensor, *device: object, **options: object) -> QuantizedTensor:
+    """Copies the codes to pinned memory."""
+    return x._map(lambda part: map_tensors(part, lambda t: func(t, *device, **options)))
+
+
+@handles(aten.is_pinned.default)
+def is_pinned(func: Op, x: QuantizedTensor, *device: object, **options: object) -> bool:
+    """Tells whether all codes, scales and amaxes are in pinned memory."""
+    return all(func(t, *device, **options) for t in x.inner_tensors() if t.numel() > 0)
+
+
 @handles(aten.empty_like.default)
 def empty_like(
     func: Op,
@@ -128,6 +151,27 @@ def empty_like(
     return x._map(lambda part: map_tensors(part, empty), dtype)
 
 
+@handles(aten.new_empty.default)
+def new_empty(
+    func: Op,
+    x: QuantizedTensor,
+    size: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    **layout: object,
+) -> Tensor:
+    """Allocates memory as empty_like for the present shape; for another one, for values.
+
+    torch.distributed.checkpoint.async_save copies a tensor so: an empty one gets its attributes.
+    """
+    if list(size) == list(x.shape):
+        return empty_like(func, x, dtype=dtype, device=device, pin_memory=pin_memory)
+    like = torch.empty(0, dtype=x.dtype, device=x.device)
+    return func(like, size, dtype=dtype, device=device, pin_memory=pin_memory, **layout)
+
+
 @handles(aten.copy_.default)
 def copy_(func: Op, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Writes to a QuantizedTensor."""
@@ -143,6 +187,12 @@ def view(func: Op, x: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     known = torch.Size([length for length in size if length != -1])
     wanted = [x.numel() // max(known.numel(), 1) if n == -1 else n for n in size]
     return alias(func, x) if list(x.shape) == wanted else NotImplemented
+
+
+@handles(aten.view.dtype)
+def view_as_dtype(func: Op, x: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
+    """Returns an alias for the present dtype, and refuses to read bits of values."""
+    return alias(func, x) if dtype == x.dtype else refuse_memory(f"view({dtype})")
 
 
 @handles(aten.as_strided.default)
@@ -282,7 +332,6 @@ def run_in_order(
     aten.randn_like.default,
     aten.new_zeros.default,
     aten.new_ones.default,
-    aten.new_empty.default,
     aten.new_full.default,
 )
 def tensor_like(func: Op, x: QuantizedTensor, *args: object, **kwargs: object) -> Tensor:

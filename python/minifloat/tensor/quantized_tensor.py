@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from operator import attrgetter
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from torch._ops import OpOverload
 from ..recipe import Recipe
 from ..spec import Spec
 from .directions import TENSORS, require_direction, require_nearest, transposed, weight_shape
+from .memory import MemoryOfCodes
 from .quantized import Operand, Operands, Quantized, quantize_both, require_tensor
 
 NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
@@ -54,19 +55,21 @@ def handles(*funcs: object) -> Callable[[Handler], Handler]:
     return register
 
 
-class QuantizedTensor(Tensor):
+class QuantizedTensor(MemoryOfCodes, Tensor):
     """A weight as codes and scales, for the parameter of a layer.
 
     Build one with from_tensor, or from results of mf.quantize.
 
     Args:
-        rowwise: codes of W (N, K) or (E, N, K), or None.
+        rowwise: codes of W (N, K) or (E, N, K), or None. A QuantizedTensor alone becomes a
+            torch.nn.Parameter of the same memory: accelerate and others make parameters again by
+            type(parameter)(value, requires_grad=…).
         columnwise: codes of Wᵀ, from mf.quantize(W, columnwise=True), or None.
-        dtype: the nominal dtype, float32 or bfloat16: that of dequantized values.
+        dtype: the nominal dtype, float32 or bfloat16: that of dequantized values. None: bfloat16.
         requires_grad: as of any tensor.
 
     Raises:
-        TypeError: a part is no Quantized.
+        TypeError: a part is no Quantized, or a QuantizedTensor is not alone.
         ValueError: both parts are None, or a part's tensors do not fit its spec and shape, or its
             spec rounds stochastically.
 
@@ -88,11 +91,13 @@ class QuantizedTensor(Tensor):
     @staticmethod
     def __new__(
         cls,
-        rowwise: Quantized | None,
-        columnwise: Quantized | None,
-        dtype: torch.dtype = torch.bfloat16,
+        rowwise: Quantized | QuantizedTensor | None,
+        columnwise: Quantized | None = None,
+        dtype: torch.dtype | None = None,
         requires_grad: bool = False,
     ) -> QuantizedTensor:
+        if isinstance(rowwise, Tensor):
+            return parameter_of_codes(rowwise, columnwise, dtype, requires_grad)
         shapes: dict[tuple[int, ...], torch.device] = {}
         for name, part in (("rowwise", rowwise), ("columnwise", columnwise)):
             if part is not None:
@@ -105,6 +110,7 @@ class QuantizedTensor(Tensor):
                 "QuantizedTensor: expected a rowwise part, a columnwise one, or both parts of one "
                 f"matrix, got {list(shapes) or 'neither'}"
             )
+        dtype = dtype or torch.bfloat16
         if dtype not in NOMINAL_DTYPES:
             raise ValueError(f"QuantizedTensor: expected dtype in {NOMINAL_DTYPES}, got {dtype}")
         ((shape, device),) = shapes.items()
@@ -293,18 +299,6 @@ class QuantizedTensor(Tensor):
         self.rowwise, self.columnwise = source.rowwise, source.columnwise
         self.is_slice = source.is_slice
 
-    def storage(self) -> NoReturn:
-        """Refuses: safetensors, which asks for it, would need the values' memory.
-
-        Raises:
-            TypeError: always.
-        """
-        raise TypeError(
-            "QuantizedTensor: a weight of codes has no memory of values, which safetensors "
-            "(save_pretrained, save_file) writes; call mf.restore_(model) first, or keep the codes "
-            "with torch.save(model.state_dict())"
-        )
-
     def __repr__(self, *, tensor_contents: object = None) -> str:
         row, col = self.specs
         return (
@@ -364,7 +358,23 @@ for _side in ("rowwise", "columnwise"):
         setattr(QuantizedTensor, f"_{_side}_{_name}", property(attrgetter(f"{_side}.{_name}")))
 
 
-# ---- pickling ------------------------------------------------------------------------------------
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+def parameter_of_codes(
+    value: Tensor, columnwise: object, dtype: torch.dtype | None, requires_grad: bool
+) -> QuantizedTensor:
+    """Returns a parameter that shares the memory of a QuantizedTensor; TypeError for values."""
+    if not isinstance(value, QuantizedTensor):
+        raise TypeError(
+            "QuantizedTensor: expected codes, a Quantized or a QuantizedTensor, got values, a "
+            f"{type(value).__name__}, without their specs; use from_tensor(values, …)"
+        )
+    if columnwise is not None or dtype not in (None, value.dtype):
+        raise TypeError(
+            "QuantizedTensor: expected a QuantizedTensor alone, got columnwise or dtype with it"
+        )
+    return cast(QuantizedTensor, nn.Parameter(value, requires_grad))
 
 
 def _as_leaf(tensor: Tensor, requires_grad: bool, is_parameter: bool) -> QuantizedTensor:
