@@ -277,32 +277,42 @@ class HasProducts:
 
         to_empty returns quantized weights in high precision: those are quantized again.
         """
-        parameters, modules = self.__dict__["_parameters"], self.__dict__["_modules"]
-        products = {
-            name: product
-            for name in parameters
-            if isinstance(product := modules.get(name + PRODUCT), GroupedProduct)
-        }
+        parameters, products = self.__dict__["_parameters"], products_by_weight(self)
         before = dict(parameters)
         for name, product in products.items():
             old = before[name]
             require_primary_dtype(product.fqn, fn, getattr(old, "_local_tensor", old))
         super()._apply(fn, recurse)  # type: ignore[misc]
-        for name, product in products.items():
-            new = parameters[name]
-            if (codes := quantized_again(before[name], new)) is not None:
+        for name in products:
+            if (codes := quantized_again(before[name], parameters[name])) is not None:
                 setattr(self, name, codes)
-            if product.weight_gather is not None:
-                adopt_weight(self, product, name, new)
+        adopt_again(self)
         return self
 
     def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
-        """Loads the parameters, and moves products from meta to where values were assigned."""
+        """Loads the parameters, and moves products from meta to where values were assigned.
+
+        Where torch swaps the parameters, it swaps plain shards in: those are wrapped again.
+        """
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+        adopt_again(self)
         devices = [p.device for p in self.__dict__["_parameters"].values() if p is not None]
         for product in self.__dict__["_modules"].values():
             if isinstance(product, GroupedProduct) and product.stream.is_meta and devices:
                 product._move_state(devices[0])
+
+
+def products_by_weight(module: Any) -> dict[str, GroupedProduct]:
+    """Returns the products of a module's parameters, by the parameter's name."""
+    found = ((name, module._modules.get(name + PRODUCT)) for name in module._parameters)
+    return {name: product for name, product in found if isinstance(product, GroupedProduct)}
+
+
+def adopt_again(module: Any) -> None:
+    """Prepares the parameters that FSDP2 gathers, where torch may have replaced their tensors."""
+    for name, product in products_by_weight(module).items():
+        if product.weight_gather is not None:
+            adopt_weight(module, product, name, module._parameters[name])
 
 
 def adopt_weight(module: Any, product: GroupedProduct, name: str, value: Any) -> None:

@@ -184,6 +184,8 @@ class Linear(RecipeState, nn.Linear):
         super()._load_from_state_dict(*args, **kwargs)
         if self.stream.is_meta and not self.weight.is_meta:  # assigned
             self._move_state(self.weight.device)
+        if self.weight_gather is not None:  # torch may have swapped in a plain shard
+            hooks.adopt_weight(self, self.weight)
         self._forget()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:

@@ -1,5 +1,7 @@
 """FSDP2 with weights gathered as codes: what is refused, by name, and what works instead."""
 
+from itertools import product
+
 import minifloat as mf
 import pytest
 import torch
@@ -20,6 +22,17 @@ class Experts(nn.Module):
 
     def forward(self, x):
         return self.moe(x)
+
+
+class Even(nn.Module):
+    """Layers whose codes two ranks can cut."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(48, 64), nn.Linear(64, 64)])
+
+    def forward(self, x):
+        return self.blocks[1](torch.relu(self.blocks[0](x)))
 
 
 def converted(kind, recipe, **options):
@@ -98,6 +111,57 @@ def check_replaced(rank):
             assert any(gather is not None and gather.is_quantized for gather in gathers), recipe
 
 
+def halve(model):
+    return {name: (0.5 * t).detach() for name, t in model.state_dict().items()}
+
+
+def load_into_empty(model):
+    state = halve(model)
+    model.to_empty(device="cpu")
+    model.load_state_dict(state)
+
+
+def load_without(model):
+    """Loads weights alone, and moves the model: each module's parameters are swapped twice."""
+    state = {name: t for name, t in halve(model).items() if "norm" not in name}
+    model.load_state_dict(state, strict=False)
+    model.to("cpu")
+    model.load_state_dict(halve(model))
+
+
+SWAPS = {
+    "load": lambda model: model.load_state_dict(halve(model)),
+    "load twice": load_without,
+    "to_empty": load_into_empty,
+    "half the values": lambda model: model._apply(lambda t: t * 0.5),
+    "bfloat16 and back": lambda model: model.bfloat16().float(),
+}
+
+
+def local_classes(model):
+    return [type(p._local_tensor) for p in model.parameters()]
+
+
+def check_swapped(rank):
+    """Checks parameters whose tensors torch swaps, before the first gather and after a step."""
+    kinds = (Model, {}), (Experts, {}), (Even, {"primary": True})
+    for i, ((kind, options), how) in enumerate(product(kinds, SWAPS)):
+        recipe, swap = RECIPES[i % len(RECIPES)], SWAPS[how]
+        where = recipe, kind, options, how
+        alone, model = (sharded(converted(kind, recipe, **options)) for _ in range(2))
+        classes = local_classes(model)
+        for steps in (0, 1):
+            train(alone, steps, use_step=True)
+            swap(alone)
+            train(model, steps, use_step=True)
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            swap(model)
+            torch.__future__.set_swap_module_params_on_conversion(False)
+            assert local_classes(model) == classes, where
+        assert train(model, 2, use_step=True) == train(alone, 2, use_step=True), where
+        assert_equal(whole(model), whole(alone), where)
+
+
 def check_other_dtype(rank):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for recipe in RECIPES:
@@ -118,6 +182,10 @@ def check_other_dtype(rank):
 
 def test_replaced_parameters():
     run_world(2, check_replaced)
+
+
+def test_swapped_parameters():
+    run_world(2, check_swapped)
 
 
 def test_another_dtype():
