@@ -66,8 +66,9 @@ def inspect(
     One forward and one backward pass of the batch give x, W and g of every linear layer and of the
     experts of every mf.MoE. Each is then cast and multiplied under each recipe alone, so a layer's
     numbers do not depend on those of others, but for the roundings of sums. The model is evaluated
-    (`eval`), uncompiled, and is left as it was, its gradients and random states included.
-    Stochastic casts draw bits of their own. docs/inspector.md defines the numbers.
+    (`eval`), uncompiled, and is left as it was, its gradients and random states included, and so
+    are torch's generators. Stochastic casts draw bits of their own. docs/inspector.md defines the
+    numbers.
 
     The effect on the loss: with d = y_q - y, the error of a layer's output, and g = dL/dy,
         first order     Σ_t g_t · d_t
@@ -91,7 +92,8 @@ def inspect(
 
     Raises:
         TypeError: `model` is no module, or a recipe is no text.
-        ValueError: a text is no recipe, there is no layer or no recipe, or the loss is no scalar.
+        ValueError: a text is no recipe, there is no layer or no recipe, the loss is no scalar, or
+            autograd gives no gradients: under inference_mode, through a reentrant checkpoint.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -110,9 +112,9 @@ def inspect(
     if not tried or not (layers or skipped):
         what = "linear layer" if tried else "recipe"
         raise ValueError(f"inspect: expected a model and recipes to inspect, got no {what}")
-    value, calls, gradients = run(model, list(layers), batch, loss or default_loss)
+    value, calls, gradients, unseen = run(model, list(layers), batch, loss or default_loss)
     numbers = Numbers()
-    why_not = dict.fromkeys(layers, NOT_CALLED)
+    why_not = {module: unseen.get(module, NOT_CALLED) for module in layers}
     with torch.no_grad():
         while calls:  # a call's tensors are freed when its products are measured
             call, g = calls.pop(0), gradients.pop(0)

@@ -179,8 +179,9 @@ class Inspection:
             high: another one, or "bf16", which adds no error.
 
         Returns:
-            "*: low; name: high; …". Layers that this batch did not call get `high` too. Heads are
-            left to the `keep` of mf.quantize_.
+            "*: low; name: high; …". Layers that this batch did not call get `high` too. Others that
+            `skipped` lists are not ranked: `*` applies to them. Heads are left to the `keep` of
+            mf.quantize_.
 
         Raises:
             TypeError: `low` or `high` is no str.

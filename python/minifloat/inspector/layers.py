@@ -4,7 +4,7 @@
     experts    the same for each expert and matrix: rows of x by expert, then of the hidden layer
 
 The model is evaluated, uncompiled, and nothing is written to: neither gradients, nor random states,
-nor amax histories.
+nor amax histories, nor torch's generators.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from .._native import ops
 from ..moe.convert.experts import ROUTER_REASON, parameters_of
@@ -34,8 +35,17 @@ from ..nn.names import clean_name, join
 from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState
 from ..recipe import Recipe, RecipeMap
 from ..tensor.quantized_tensor import QuantizedTensor
+from .watch import KeptGenerators, WeightReads, function_that_hides
 
 Skipped = list[tuple[str, str]]
+
+# Why the calls of a layer are not seen.
+NO_GRAD = "called without gradients, as under torch.no_grad"
+HIDDEN = (
+    "called in the forward of {}, which hides its gradient; of a checkpoint, use_reentrant=False "
+    "does not"
+)
+READ_ELSEWHERE = "not called: {} reads its weight, which no recipe reaches"
 
 
 @dataclass
@@ -194,14 +204,47 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         yield
 
 
+class Run(NamedTuple):
+    """A forward and backward pass.
+
+    Args:
+        loss: of the batch.
+        calls: in their order.
+        gradients: of each call's output, then of other parameters. None: the loss does not depend
+            on it.
+        unseen: module without a call -> why.
+    """
+
+    loss: Tensor
+    calls: list[Call]
+    gradients: list[Tensor | None]
+    unseen: dict[nn.Module, str]
+
+
+def require_autograd(model: nn.Module, batch: Any) -> None:
+    """Raises ValueError where autograd records nothing, or tensors that it cannot save."""
+    what = "a call under torch.inference_mode" if torch.is_inference_mode_enabled() else ""
+    tensors: list[tuple[str, Tensor]] = []
+    tensors += [(f"{name} of the model", p) for name, p in model.named_parameters()]
+    tensors += [("a tensor of the batch", t) for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    for name, tensor in tensors:
+        if tensor.is_inference():
+            what = what or f"{name} that was made under it"
+    if what:
+        raise ValueError(
+            f"inspect: expected gradients, which torch.inference_mode excludes, got {what}; call "
+            "inspect outside of it, with clones of what was made there"
+        )
+
+
 def run(
     model: nn.Module,
     modules: Sequence[nn.Module],
     batch: Any,
     loss: Callable[[nn.Module, Any], Tensor],
     also: Sequence[Tensor] = (),
-) -> tuple[Tensor, list[Call], list[Tensor | None]]:
-    """Runs one forward and one backward pass.
+) -> Run:
+    """Runs one forward and one backward pass. torch's generators do not move.
 
     Args:
         model: evaluated by `loss`.
@@ -210,47 +253,88 @@ def run(
         loss: (model, batch) -> a scalar.
         also: parameters whose gradients are computed too.
 
-    Returns:
-        The loss, the calls in their order, and the gradient of each call's output, then of `also`.
-        None: the loss does not depend on it.
+    Raises:
+        ValueError: the loss is no scalar, the pass has no gradients, or a reentrant checkpoint lies
+            between the loss and a call.
     """
+    require_autograd(model, batch)
     calls: list[Call] = []
+    reads, unseen = WeightReads(modules), dict[nn.Module, str]()
     is_forward = True
 
+    def begin(module: nn.Module, args: Any) -> None:
+        reads.called.append(module)
+
     def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
+        reads.called.remove(module)
         is_value = isinstance(output, Tensor) and output.is_floating_point()
-        if not (is_forward and is_value and torch.is_grad_enabled()):
+        if not (is_forward and is_value):
             return None
-        inputs, returned = (*args, *kwargs.values()), None
+        if not torch.is_grad_enabled():
+            unseen[module] = reason_without_gradient()
+            return None
+        returned = None
         if not output.requires_grad:  # of frozen parameters: no layer before needs a gradient
             output = output.detach().requires_grad_()
             returned = output.clone()  # which may be written to
-        values = [x for x in inputs if isinstance(x, Tensor)]
-        dtype = compute_dtype(values[0]) if values else output.dtype
-        is_cut = any(is_distributed(p) for p in module.parameters(recurse=False))
-        versions = tuple(x._version for x in values)
-        edge = get_gradient_edge(output)
-        calls.append(Call(module, inputs, output, edge, dtype, is_cut, versions))
+        calls.append(call_of(module, (*args, *kwargs.values()), output))
         return returned
 
     with ExitStack() as undo:
         undo.enter_context(undisturbed(model))
         for module in modules:
+            undo.callback(module.register_forward_pre_hook(begin).remove)
             undo.callback(module.register_forward_hook(record, with_kwargs=True).remove)
+        undo.enter_context(KeptGenerators())
         with torch.enable_grad():
-            value = loss(model, batch)
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(
-                    "inspect: expected a loss, a tensor of one element, from the model or from "
-                    f"loss(model, batch), got {got}"
-                )
+            with reads:
+                value = loss(model, batch)
+            require_loss(value)
             is_forward = False
-            wanted: list[Any] = [*(call.edge for call in calls), *also]
-            gradients: list[Tensor | None] = [None] * len(wanted)
-            if wanted and value.requires_grad:
-                gradients = list(torch.autograd.grad(value.sum(), wanted, allow_unused=True))
-    return value.detach(), calls, gradients
+            gradients = gradients_of(value, [*(call.edge for call in calls), *also])
+    for module, reader in reads.readers.items():
+        unseen.setdefault(module, READ_ELSEWHERE.format(reader))
+    return Run(value.detach(), calls, gradients, unseen)
+
+
+def call_of(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Call:
+    """Returns a call that ends now."""
+    values = [x for x in inputs if isinstance(x, Tensor)]
+    dtype = compute_dtype(values[0]) if values else output.dtype
+    is_cut = any(is_distributed(p) for p in module.parameters(recurse=False))
+    versions = tuple(x._version for x in values)
+    return Call(module, inputs, output, get_gradient_edge(output), dtype, is_cut, versions)
+
+
+def require_loss(value: object) -> None:
+    """Raises ValueError where a loss is no tensor of one element."""
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(
+            "inspect: expected a loss, a tensor of one element, from the model or from "
+            f"loss(model, batch), got {got}"
+        )
+
+
+def reason_without_gradient() -> str:
+    """Returns why a call that runs now has no gradient."""
+    function = function_that_hides()
+    return NO_GRAD if function is None else HIDDEN.format(function)
+
+
+def gradients_of(value: Tensor, wanted: Sequence[Any]) -> list[Tensor | None]:
+    """Returns the gradients of a loss; None of what it does not depend on."""
+    if not wanted or not value.requires_grad:
+        return [None] * len(wanted)
+    try:
+        return list(torch.autograd.grad(value.sum(), wanted, allow_unused=True))
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise ValueError(
+            "inspect: expected checkpoints that gradients of layers pass, got one with "
+            "use_reentrant=True between the loss and a layer; pass it use_reentrant=False"
+        ) from error
 
 
 # ---- the products of a call ----------------------------------------------------------------------

@@ -60,7 +60,7 @@ def find_nonfinite(
     names = {module: clean_name(name) for name, module in model.named_modules()}
     modules = [m for m in names if m._parameters or not m._modules]
     owned = {n: p for n, p in model.named_parameters() if p.requires_grad and not is_distributed(p)}
-    value, calls, gradients = run(model, modules, batch, loss, also=list(owned.values()))
+    value, calls, gradients, _ = run(model, modules, batch, loss, also=list(owned.values()))
     found: list[tuple[str, Tensor | None]] = []
     for call in calls:
         is_layer = any(p.dim() > 1 for p in call.module.parameters(recurse=False))

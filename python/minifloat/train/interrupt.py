@@ -11,6 +11,7 @@ prints a traceback. This module imports little, so that its handler is set early
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -33,11 +34,18 @@ def is_the_command() -> bool:
     return bool(sys.argv) and os.path.basename(sys.argv[0]) == "minifloat"
 
 
+def in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
 @contextmanager
 def handled(by: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-    """Makes `by` handle Ctrl-C inside, unless the caller ignores or handles it."""
+    """Makes `by` handle Ctrl-C inside, unless the caller ignores or handles it.
+
+    Python sets handlers in the main thread alone: in another thread the main one keeps its own.
+    """
     before = signal.getsignal(signal.SIGINT)
-    is_free = before in (end, signal.default_int_handler)
+    is_free = before in (end, signal.default_int_handler) and in_main_thread()
     if is_free:
         signal.signal(signal.SIGINT, by)
     try:

@@ -26,7 +26,7 @@ from ..checks import Json, TrainError, say
 from ..config import RunSpec, TrainConfig
 from ..data import Batches, Corpus, Tokens, load_corpus, require_enough, tokenize
 from ..durable_files import lock, write_json, write_text
-from ..interrupt import INTERRUPTED
+from ..interrupt import INTERRUPTED, in_main_thread
 from ..model import measure
 from . import checkpoint
 from .checkpoint import FILE, SavedJob, find_starts, folder_of, read_records, results_in
@@ -36,7 +36,10 @@ from .run import Job, prepare_model, train_run
 
 @contextmanager
 def stop_signals(stop: Event) -> Iterator[None]:
-    """Sets `stop` at the first Ctrl-C or SIGTERM inside; a second one ends the process at once."""
+    """Sets `stop` at the first Ctrl-C or SIGTERM inside; a second one ends the process at once.
+
+    In a thread besides the main one, Python allows no handlers: the signals are the program's.
+    """
 
     def handle(signum: int, frame: object) -> None:
         stop.set()
@@ -44,7 +47,8 @@ def stop_signals(stop: Event) -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
         say("\nstopping after this step, with a checkpoint and a report; again to stop at once")
 
-    before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
+    numbers = (signal.SIGINT, signal.SIGTERM) if in_main_thread() else ()
+    before = {n: signal.signal(n, handle) for n in numbers}
     try:
         yield
     finally:
