@@ -15,6 +15,7 @@ import torch.multiprocessing  # so that processes receive tensors as shared memo
 from torch import nn
 from torch.distributed.checkpoint import staging
 
+from tests.support.same_bits import require_same_bytes
 from tests.support.worlds import run_world
 
 RECIPES = ("fp8_tensorwise", "fp8_rowwise", "mxfp8", "nvfp4", "mxfp4")
@@ -23,7 +24,8 @@ RECIPES = ("fp8_tensorwise", "fp8_rowwise", "mxfp8", "nvfp4", "mxfp4")
 def build(recipe, seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    mf.quantize_(model, recipe, primary=True, keep="nothing", verbose=False)
+    options = {"keep": "nothing", "verbose": False, "data_parallel_rank": 0}
+    mf.quantize_(model, recipe, primary=True, **options)
     return model
 
 
@@ -231,12 +233,34 @@ def save_asynchronously(rank, recipes):
                 other.load_state_dict(state["model"])
                 pairs = zip(inner_tensors(other), inner_tensors(model), strict=True)
                 for got, want in pairs:
-                    got, want = (t.reshape(-1).view(torch.uint8) for t in (got, want))
-                    assert torch.equal(got, want), recipe
+                    require_same_bytes(got, want, recipe)
 
 
 def test_an_asynchronous_checkpoint_has_the_codes():
     run_world(1, save_asynchronously, RECIPES)
+
+
+def trained_once(model, forward):
+    """Returns the output of a forward and the gradient that one backward gives the last weight."""
+    y = forward(batch())
+    y.square().mean().backward()
+    return y, model[2].weight.grad
+
+
+def wrap_in_ddp(rank):
+    for recipe in RECIPES:
+        model, alone = build(recipe), build(recipe)
+        for each in (model, alone):
+            each[0].weight.requires_grad_(False)
+        ddp = nn.parallel.DistributedDataParallel(model, init_sync=False)
+        got, want = trained_once(model, ddp), trained_once(alone, alone)
+        got, want = [*got, *inner_tensors(model)], [*want, *inner_tensors(alone)]
+        for a, b in zip(got, want, strict=True):
+            require_same_bytes(a, b, recipe)
+
+
+def test_ddp_without_a_sync_keeps_the_codes():
+    run_world(2, wrap_in_ddp)
 
 
 def test_new_empty_of_the_same_shape_is_memory_for_codes():
