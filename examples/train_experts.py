@@ -25,7 +25,7 @@ def new_experts():
 
 
 def build(recipe):
-    """Returns a converted, divided and sharded model, and the parameters of its experts."""
+    """Returns a converted, divided and sharded model."""
     torch.manual_seed(0)
     model = Llama(new_experts).to(DEVICE)
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("ep",))
@@ -36,19 +36,18 @@ def build(recipe):
     for block in model.layers:
         fully_shard(block, mesh=mesh["ep"], ignored_params=experts)
     fully_shard(model, mesh=mesh["ep"], ignored_params=experts)
-    return model, experts
+    return model
 
 
 def train(recipe):
-    model, experts = build(recipe)
+    model = build(recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     losses = []
     for step in range(STEPS):
         loss = model(batch(TRAINING, seed=rank * STEPS + step))
         loss.backward()
-        for p in experts:  # FSDP2 has averaged the others
-            p.grad /= ranks
+        mf.average_expert_gradients(model)  # FSDP2 has averaged the others
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

@@ -26,9 +26,11 @@ from .inspector.inspection import Inspection
 from .lab.errors import Errors, errors
 from .lab.rules import Rule, fake_quantize, round_to
 from .moe import hooks as _moe_hooks  # registers functions for models with experts
+from .moe.balance import balance_loss
 from .moe.grouped_mlp import grouped_mlp
 from .moe.layer import MoE
 from .moe.ranks.expert_parallel import expert_parallel
+from .moe.ranks.gradients import average_expert_gradients
 from .nn.convert.filters import auto_filter_small_kn
 from .nn.convert.quantize import quantize_, quantized_model_init, restore_
 from .nn.convert.selection import Report
@@ -66,6 +68,8 @@ __all__ = [
     "amax",
     "attach_wires",
     "auto_filter_small_kn",
+    "average_expert_gradients",
+    "balance_loss",
     "cast_master_weights_to_nvfp4",
     "check_groups",
     "dequantize",

@@ -124,11 +124,10 @@ def step(moe: mf.MoE, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tens
     ranks, rank = dist.get_world_size(), dist.get_rank()
     y = moe(draw(seed, ranks * TOKENS).chunk(ranks)[rank])
     y.float().square().mean().backward()
-    divided = moe.experts.parallel is not None
-    for name, parameter in moe.named_parameters() if divided else ():
-        parameter.grad.div_(ranks)  # FSDP2 averages gradients itself
-        if not name.startswith("experts."):
-            dist.all_reduce(parameter.grad)
+    mf.average_expert_gradients(moe)
+    for name, parameter in moe.named_parameters() if moe.experts.parallel is not None else ():
+        if not name.startswith("experts."):  # FSDP2 averages gradients itself
+            dist.all_reduce(parameter.grad.div_(ranks))
     optimizer.step()
     optimizer.zero_grad()
     mf.step(moe)

@@ -238,7 +238,7 @@ def test_a_forward_and_backward_on_meta(recipe):
 def test_step_moves_the_bias_of_every_layer():
     model = torch.nn.Sequential(layer(), layer(balance="loss"), layer(balance_speed=0.5))
     x = tokens()
-    model(model(x)).sum().backward()
+    (model(model(x)).sum() + mf.balance_loss(model)).backward()
     counts = [moe.router.counts.clone() for moe in model]
     assert [c.sum().item() for c in counts] == [2 * 20 * K] * 3
     mf.step(model)

@@ -21,7 +21,6 @@ from minifloat.train.config import TrainConfig, parse_model
 from minifloat.train.job.checkpoint import checkpoints_in, read_records, step_of
 from minifloat.train.job.processes import (
     World,
-    average_gradients,
     clip_gradients,
     dropped_rows,
     forget_dropped,
@@ -122,7 +121,7 @@ def check_gradients(rank, ranks, model):
     cross_entropy(alone(inputs), targets).backward()
     inputs, targets = world.share((inputs, targets))
     cross_entropy(model(inputs), targets).backward()
-    average_gradients(model)
+    mf.average_expert_gradients(model)
 
     def require_equal_gradients():
         expected = dict(alone.named_parameters())
@@ -173,7 +172,7 @@ def check_codes(rank):
     for each in (expected, loss):
         each.backward()
     assert decoded == []
-    average_gradients(model)
+    mf.average_expert_gradients(model)
     wanted = dict(alone.named_parameters())
     for name, parameter in model.named_parameters():
         error = (whole(parameter.grad) - wanted[name].grad).norm()

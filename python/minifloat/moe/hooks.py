@@ -11,6 +11,7 @@ from torch import nn
 
 from ..nn.hooks import expert_hooks
 from ..nn.names import unwrapped
+from .balance import require_losses_read
 from .convert.experts import convert, restore, revert, select
 from .layer import divided_experts
 from .ranks.parallel_experts import ExpertParallel, to_host
@@ -66,4 +67,5 @@ expert_hooks.select = select
 expert_hooks.convert = convert
 expert_hooks.revert = revert
 expert_hooks.restore = restore
+expert_hooks.require_losses_read = require_losses_read
 expert_hooks.end_step = end_step

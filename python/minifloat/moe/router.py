@@ -6,8 +6,8 @@
     weights = scores of the chosen      normalised, scaled; the bias is no part of them
 
 Experts are balanced in one of two ways. A bias that the choice adds moves by the sign of each
-expert's load error, once a step, without a loss (arXiv 2408.15664). Or the gradient of an auxiliary
-loss is added to that of the scores (Switch Transformer, arXiv 2101.03961).
+expert's load error, once a step, without a loss (arXiv 2408.15664). Or an auxiliary loss, which
+mf.balance_loss returns, is added to the task's loss (Switch Transformer, arXiv 2101.03961).
 
 Shape suffixes: T tokens, k slots, E experts, G groups of experts, D model width.
 """
@@ -71,20 +71,6 @@ class Fp32Linear(torch.autograd.Function):
         return dx, dw
 
 
-class WithLoss(torch.autograd.Function):
-    """The identity of weights. Its backward gives a loss the gradient `factor`."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, loss: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        ctx.save_for_backward(loss)
-        return weights.view_as(weights)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], torch.full_like(ctx.saved_tensors[0], ctx.factor), None
-
-
 class Router(nn.Module):
     """Chooses the experts of each token, in fp32.
 
@@ -98,8 +84,8 @@ class Router(nn.Module):
         expert_groups: G groups of E / G experts each; None: no groups.
         groups_chosen: groups that a token's experts are chosen from: those with the largest sums of
             their two best scores.
-        balance: "bias", which mf.step moves by the load of all data-parallel ranks; "loss", whose
-            gradient each training forward adds; or None.
+        balance: "bias", which mf.step moves by the load of all data-parallel ranks; "loss", which
+            mf.balance_loss returns after each training forward; or None.
         balance_speed: of the bias, added or subtracted by each mf.step.
         balance_loss: factor of the auxiliary loss.
         device: of the weight.
@@ -117,6 +103,8 @@ class Router(nn.Module):
     # They are no buffers, because DistributedDataParallel replaces those by rank 0's.
     counts: Tensor
     step_counts: Tensor
+    # float32 scalar, the sum of the losses of forwards since mf.balance_loss; None: there are none.
+    loss: Tensor | None
 
     def __init__(
         self,
@@ -154,6 +142,7 @@ class Router(nn.Module):
         self.register_buffer("expert_bias", bias if balance == "bias" else None)
         self.counts = torch.zeros(experts, dtype=torch.int64, device=device)
         self.step_counts = self.counts.clone()
+        self.loss = None
         self.reset_parameters()
 
     def _set_groups(self, groups: int | None, chosen: int | None) -> None:
@@ -199,11 +188,8 @@ class Router(nn.Module):
             if self.route_norm:
                 weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + LEAST_SUM)
             weights_Tk = weights_Tk * self.route_scale
-            if self.training and torch.is_grad_enabled():
-                counts_E = self._count(indices_Tk)
-                if self.balance == "loss":
-                    loss = self._loss(scores_TE, counts_E)
-                    weights_Tk = WithLoss.apply(weights_Tk, loss, self.balance_loss)
+            if self.training:
+                self._record(scores_TE, indices_Tk)
         return indices_Tk, weights_Tk
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
@@ -218,20 +204,44 @@ class Router(nn.Module):
             choice_TE = grouped_TGe.masked_fill(is_left_out[..., None], -torch.inf).flatten(1)
         return choice_TE.topk(self.top_k, dim=-1).indices
 
-    def _count(self, indices_Tk: Tensor) -> Tensor:
-        """Counts the tokens of each expert, and adds them to the buffer once a forward."""
+    def _record(self, scores_TE: Tensor, indices_Tk: Tensor) -> None:
+        """Adds the tokens of each expert to the counts, and keeps the auxiliary loss.
+
+        A forward without gradients counts nothing. Its loss is kept: it is the first forward of a
+        checkpoint with use_reentrant=True.
+        """
+        is_counted = torch.is_grad_enabled()
+        if not is_counted and self.balance != "loss":
+            return
         chosen = indices_Tk.reshape(-1)
         counts_E = torch.zeros_like(self.counts).scatter_add_(0, chosen, torch.ones_like(chosen))
-        if not is_recomputed():
+        # A recomputation saves the tensors that the first forward saved, so it computes the loss.
+        loss = self._loss(scores_TE, counts_E) if self.balance == "loss" else None
+        if is_recomputed():
+            return
+        if is_counted:
             self.counts.add_(counts_E)
-        return counts_E
+        if loss is not None:
+            self._keep(loss)
+
+    def _keep(self, loss: Tensor) -> None:
+        """Adds a loss to those kept. One with a gradient replaces those without."""
+        kept = self.loss
+        if kept is None or (loss.requires_grad and not kept.requires_grad):
+            self.loss = loss
+        elif loss.requires_grad or not kept.requires_grad:
+            self.loss = kept + loss
 
     def _loss(self, scores_TE: Tensor, counts_E: Tensor) -> Tensor:
-        """Returns E · Σ (share of slots) · (mean share of scores): 1 where experts are even."""
+        """Returns E · Σ (share of slots) · (mean share of scores), times its factor.
+
+        The sum times E is 1 where experts are even.
+        """
         tokens = scores_TE.shape[0]
         shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + LEAST_SUM)
         slots_E = counts_E / max(tokens * self.top_k, 1)
-        return self.experts * (slots_E * shares_TE.sum(0)).sum() / max(tokens, 1)
+        factor = self.balance_loss * self.experts / max(tokens, 1)
+        return (slots_E * shares_TE.sum(0)).sum() * factor
 
     @torch.no_grad()
     def end_step(self) -> None:
@@ -251,6 +261,10 @@ class Router(nn.Module):
         for name in COUNTS:
             setattr(self, name, self._moved(getattr(self, name)))
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what a copy has: all but the loss, whose graph ends at this router's weight."""
+        return {**self.__dict__, "loss": None}
 
     def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         super()._load_from_state_dict(*args, **kwargs)

@@ -135,6 +135,8 @@ class ExpertHooks:
     revert: Callable[[nn.Module], None]
     # model: undoes all conversions.
     restore: Callable[[nn.Module], None]
+    # model: raises where a balance loss of this step was not read.
+    require_losses_read: Callable[[nn.Module], None]
     # (model, group): moves the balance of routers by this step's counts.
     end_step: Callable[[nn.Module, dist.ProcessGroup | None], None]
 

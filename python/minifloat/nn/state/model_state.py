@@ -57,7 +57,8 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
     Raises:
         TypeError: `model` is no module, or `group` is no process group that has this rank.
-        ValueError: two parts of the model draw the same random bits (mf.quantize_'s seed).
+        ValueError: two parts of the model draw the same random bits (mf.quantize_'s seed), or
+            nobody read mf.balance_loss after a forward of layers with balance="loss".
 
     Source: delayed scaling of Transformer Engine (DelayedScaling, amax_history_len,
     amax_compute_algo, margin).
@@ -76,6 +77,7 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
             f"got {group!r} ({type(group).__name__})"
         )
     require_own_streams(model)
+    expert_hooks.require_losses_read(model)
     layers = converted(model)
     forget_weights(layers)
     _roll_histories(layers, group)

@@ -212,17 +212,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def average_gradients(model: nn.Module) -> None:
-    """Divides gradients of experts, which are sums over the ranks of a group, by their number.
-
-    FSDP2 takes means of all other gradients.
-    """
-    for module, parallel in divided_experts(model).items():
-        for parameter in module.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(parallel.ranks)
-
-
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
     """Scales gradients to a norm of at most `limit`, in place.
 

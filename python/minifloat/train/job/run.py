@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
+from ...moe.ranks.gradients import average_expert_gradients
 from ...nn.convert.quantize import quantize_
 from ...nn.state.model_state import load_training_state, training_state
 from ...nn.state.model_state import step as finish_step
@@ -191,7 +192,7 @@ class Run:
         batch = self.batch()
         loss = self.loss(*batch)
         torch.autograd.backward(loss)
-        processes.average_gradients(self.model)
+        average_expert_gradients(self.model)
         norm = processes.clip_gradients(self.model.parameters(), self.config.clip)
         values = {"loss": self.world.mean(loss), "lr": lr, "grad_norm": norm.item()}
         if not is_finite(values):

@@ -1,0 +1,92 @@
+"""The auxiliary loss that balances experts: what mf.MoE's forwards keep, and the user adds.
+
+    loss = task(model(x)) + mf.balance_loss(model)
+    (loss / micro_batches).backward()
+
+Each training forward of a router with balance="loss" keeps its loss, with its graph. Reading takes
+it. So its gradient has every factor that the caller's loss has: micro-batches, loss scaling, zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import require_module
+from ..nn.names import clean_name
+from .router import Router
+
+
+def balance_loss(model: nn.Module) -> Tensor:
+    """Takes the auxiliary losses of the training forwards since the last call, and adds them up.
+
+    Add the result to the task's loss before backward, once for each forward of the model. Call it
+    within a function that a checkpoint with use_reentrant=True runs, or that is a stage of a
+    pipeline, and return the result beside the output.
+
+    Args:
+        model: an mf.MoE, or a module that may have some.
+
+    Returns:
+        A float32 scalar: over the layers with balance="loss" and their training forwards, the sum
+        of balance_loss · E · Σ (share of slots) · (mean share of scores). 0 where there are none.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: a forward ran without gradients, and the result is read with them.
+
+    Source: Switch Transformer (arXiv 2101.03961, equation 4).
+
+    Example:
+        >>> moe = mf.MoE(64, 32, experts=4, top_k=2, balance="loss", balance_loss=0.01)
+        >>> loss = moe(torch.ones(3, 64)).square().mean() + mf.balance_loss(moe)
+        >>> loss.backward()
+    """
+    require_module("balance_loss", model)
+    routers = list(routers_with_losses(model))
+    for name, router in routers:
+        require_graph(name, router)
+    total = None
+    for _, router in routers:
+        loss, router.loss = router.loss, None
+        total = loss if total is None or loss is None else total + loss.to(total.device)
+    if total is None:
+        parameter = next(model.parameters(), None)
+        return torch.zeros((), device=None if parameter is None else parameter.device)
+    return total
+
+
+def routers_with_losses(model: nn.Module) -> Iterator[tuple[str, Router]]:
+    """Yields the routers whose losses are kept, and the names of the layers that have them."""
+    for name, module in model.named_modules():
+        if isinstance(module, Router) and module.loss is not None:
+            yield clean_name(name).removesuffix("router").rstrip(".") or "the mf.MoE", module
+
+
+def require_graph(name: str, router: Router) -> None:
+    """Raises ValueError where a loss that is read with gradients has none."""
+    is_constant = router.loss is not None and not router.loss.requires_grad
+    if is_constant and torch.is_grad_enabled() and router.weight.requires_grad:
+        raise ValueError(
+            f"balance_loss: {name}: expected a forward with gradients, got one without, such as "
+            "that of checkpoint(use_reentrant=True): call mf.balance_loss within the checkpointed "
+            "function, and return its result beside the output"
+        )
+
+
+def require_losses_read(model: nn.Module) -> None:
+    """Raises ValueError where forwards of a step kept losses that nobody read.
+
+    Losses without a graph, of forwards without gradients, are dropped.
+    """
+    routers = list(routers_with_losses(model))
+    unread = [name for name, r in routers if r.loss is not None and r.loss.requires_grad]
+    for _, router in routers:
+        router.loss = None
+    if unread:
+        raise ValueError(
+            'step: expected mf.balance_loss(model) in the loss of each forward, got balance="loss" '
+            f"and forwards whose balance loss nobody read in {', '.join(unread)}"
+        )
