@@ -3,6 +3,8 @@
 import minifloat as mf
 import pytest
 import torch
+import transformers
+from minifloat.nn.convert.heads import heads_of
 from minifloat.transformers import replace_conv1d_, restore_conv1d_
 from torch import nn
 from torch.nn.utils import parametrize
@@ -274,3 +276,37 @@ def test_experts_are_converted_and_train(name):
         optimizer.zero_grad()
         mf.step(model)
     assert losses[-1] < 0.8 * losses[0]
+
+
+# ---- heads ---------------------------------------------------------------------------------------
+DECODER = "cls.predictions.decoder"
+HEADS = {  # class -> its heads
+    "LlamaForCausalLM": ["lm_head"],
+    "GPTNeoXJapaneseForCausalLM": ["embed_out"],
+    "BertForMaskedLM": [DECODER],
+    "RemBertForMaskedLM": [DECODER],  # whose embedding is narrower than its head
+    "BioGptForCausalLM": ["output_projection"],
+    "XLNetLMHeadModel": ["lm_loss"],
+    "DistilBertForMaskedLM": ["vocab_projector"],
+    "FSMTForConditionalGeneration": ["model.decoder.output_projection"],
+    "T5ForConditionalGeneration": ["lm_head"],
+    "WhisperForConditionalGeneration": ["proj_out"],
+    "Blip2ForConditionalGeneration": ["language_model.lm_head"],
+    "MusicgenForCausalLM": [f"lm_heads.{i}" for i in range(4)],
+    "BertModel": [],
+    "ViTModel": [],
+    "ViTForImageClassification": [],
+    "CLIPModel": [],
+    "SiglipVisionModel": [],  # whose `head` pools by attention
+    "SamModel": [],  # whose mask decoder has layers called proj_out
+    "DecisionTransformerModel": [],  # whose embedding has one row
+    "Wav2Vec2Model": [],
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_heads_of_families(name):
+    cls = getattr(transformers, name)
+    with torch.device("meta"):
+        model = cls(cls.config_class())
+    assert list(heads_of(model)) == HEADS[name]

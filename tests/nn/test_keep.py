@@ -40,6 +40,118 @@ def test_the_head_stays_by_default(head, recipe):
     assert isinstance(model.layers[0].output, mf.Linear)
 
 
+class Lm(nn.Module):
+    """A language model whose head has a name that is nobody's."""
+
+    def __init__(self, rows=96, outputs=96, dim=16, is_tied=False, heads=1, table=nn.Embedding):
+        super().__init__()
+        self.embed, self.embed_pos = table(rows, dim), nn.Embedding(48, dim)
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
+        self.project = nn.Linear(dim, 48)  # as wide as positions are many
+        self.pooler = nn.Linear(dim, dim)
+        for i in range(heads):
+            self.add_module(f"unembed{i or ''}", nn.Linear(dim, outputs, bias=False))
+        if is_tied:
+            self.unembed.weight = self.embed.weight
+
+
+class TokenEmbedding(nn.Module):
+    """An embedding that is no nn.Embedding."""
+
+    def __init__(self, rows, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, dim))
+
+
+class Getter(Lm):
+    def get_output_embeddings(self):
+        return self.unembed
+
+
+class Lists(nn.Module):
+    def __init__(self, is_embedded=True):
+        super().__init__()
+        self.embed = nn.Embedding(64, 16) if is_embedded else None
+        self.layers = nn.ModuleList(Block(16) for _ in range(2))
+        self.tops = nn.ModuleList(nn.Linear(16, 64) for _ in range(2))
+
+
+ROWS = "with an output for each of the 96 rows of embed"
+
+
+@pytest.mark.parametrize(
+    ("model", "heads"),
+    [
+        (Lm(), {"unembed": ROWS}),
+        (Lm(heads=2), {"unembed": ROWS, "unembed1": ROWS}),
+        (Lm(table=TokenEmbedding), {"unembed": ROWS}),
+        (Lm(rows=16, outputs=16, is_tied=True), {"unembed": "tied to embed"}),
+        (
+            Lm(rows=80, outputs=128),
+            {"unembed": "the last layer, with 128 outputs for the 80 rows of embed"},
+        ),
+        (
+            Getter(rows=80, outputs=90),
+            {"unembed": "which the model returns as its output embeddings"},
+        ),
+        (Lists(), {f"tops.{i}": "with an output for each of the 64 rows of embed" for i in (0, 1)}),
+    ],
+)
+def test_a_head_of_any_name_stays_and_is_named(model, heads):
+    report = mf.quantize_(model, "mxfp8", verbose=False)
+    assert dict(report.skipped) == {n: f'keep="head": the head, {how}' for n, how in heads.items()}
+    assert list(report.heads) == list(heads)
+    assert str(report).splitlines()[0].endswith(f"not; the head: {', '.join(heads)}")
+    mf.restore_(model)
+    mapped = mf.quantize_(model, f"*: mxfp8; {next(iter(heads))}: nvfp4", verbose=False)
+    assert (next(iter(heads)), "nvfp4") in mapped.converted
+
+
+class Pooling(nn.Module):
+    """A vision backbone whose `head` pools by attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(2))
+        self.head = nn.ModuleDict(
+            {"attention": nn.MultiheadAttention(16, 2), "up": nn.Linear(16, 64)}
+        )
+
+
+class Beside(nn.Module):
+    """A head's name in a module that does not hold the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(16) for _ in range(2))
+        self.side = nn.ModuleDict(
+            {"layers": nn.ModuleList([nn.Linear(16, 16)]), "proj_out": nn.Linear(16, 64)}
+        )
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.Linear(16, 64),
+        nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 64)),
+        nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 32), nn.Linear(32, 64)),
+        nn.ModuleDict({"up": nn.Linear(16, 64), "down": nn.Linear(64, 16)}),
+        Lm(rows=80, outputs=90),
+        Lists(is_embedded=False),
+        Pooling(),
+        Beside(),
+    ],
+)
+def test_models_without_a_head_lose_no_layer(model):
+    report = mf.quantize_(model, "mxfp8", verbose=False)
+    assert [why for _, why in report.skipped if "keep" in why] == []
+    assert report.heads == ()
+    assert str(report).splitlines()[0].endswith("not; the head: none found")
+    mf.restore_(model)
+    asked = mf.quantize_(model, "mxfp8", keep="nothing", verbose=False)
+    assert (asked.heads, "head" in str(asked).splitlines()[0]) == (None, False)
+
+
 def test_a_block_by_itself_has_no_head():
     block = Block(16)
     assert kept(block) == {}
@@ -61,6 +173,24 @@ def test_the_policy_of_the_paper_keeps_the_last_blocks(blocks, last):
     want = [f"layers.{i}.{name}" for i in range(first, blocks) for name in ("up", "output")]
     assert list(reasons) == want
     assert set(reasons.values()) == {f'keep="nvfp4_paper": {what}'}
+
+
+@pytest.mark.parametrize(
+    ("lists", "last"),
+    [
+        ({"encoder": 4, "decoder": 4}, "decoder.3"),
+        ({"encoder": 4, "decoder": 2}, "decoder.1"),  # a small decoder is the end, too
+        ({"decoder": 2, "encoder": 4}, "decoder.1"),
+        ({"first": 3, "second": 3}, "second.2"),
+        ({"layers": 4, "codec_decoder": 2}, "layers.3"),
+    ],
+)
+def test_the_last_blocks_are_those_at_the_end_of_the_network(lists, last):
+    model = nn.ModuleDict(
+        {name: nn.ModuleList(Block(16) for _ in range(n)) for name, n in lists.items()}
+    )
+    reasons = kept(model, keep="nvfp4_paper")
+    assert list(reasons) == [f"{last}.up", f"{last}.output"]
 
 
 def test_experts_of_a_kept_block_stay():

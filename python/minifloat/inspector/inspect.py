@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .._native import ops
 from ..checks import require_module
 from ..moe.layer import Experts
-from ..nn.convert.filters import heads_of
+from ..nn.convert.heads import heads_of
 from ..nn.names import unwrapped
 from ..nn.state.recipe_state import converted
 from ..recipe import Recipe, operand_names
@@ -132,7 +132,7 @@ def inspect(
         skipped += [(layer.name, why) for layer in layers[module]]
     rows = rows_of([layer for each in layers.values() for layer in each], numbers)
     tokens = max(numbers.tokens.values(), default=0)
-    heads = tuple(heads_of(model, lambda name: []))
+    heads = tuple(heads_of(model))
     return Inspection(tuple(rows), tuple(skipped), heads, value.item(), tokens)
 
 

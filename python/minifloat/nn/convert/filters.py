@@ -10,16 +10,13 @@
 Published FP8, MXFP8 and MXFP4 runs keep the head alone. Routers beside experts stay under every
 policy.
 
-The head is the linear layer that a name in HEADS calls, or one within a module so called, outside
-numbered modules; those of AMBIGUOUS only beside numbered modules. A recipe map that names it by
-another glob than "*" decides instead. Blocks are the modules of a numbered list, `layers.0`,
-`layers.1` and so on, outside other numbered modules: of several lists the one with the most
-parameters.
+heads.py finds heads and blocks. A recipe map that names the head by another glob than "*" decides
+instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Literal, get_args
 
@@ -28,6 +25,7 @@ from torch import nn
 from ...checks import require_one_of, require_text
 from ...recipe import Recipe, RecipeMap, glob_matches
 from ..names import clean_name, join
+from .heads import blocks_of, heads_of
 
 FilterFn = Callable[[nn.Module, str], bool]
 AUTO_FILTER = "auto_filter_small_kn"
@@ -36,15 +34,6 @@ Keep = Literal["head", "nvfp4_paper", "nothing"]
 KEEPS: tuple[str, ...] = get_args(Keep)
 DEFAULT_KEEP: Keep = "head"
 
-HEADS = (
-    "lm_head",  # Hugging Face, torchtitan
-    "output",  # torchtitan 0.2
-    "head",  # timm
-    "output_layer",  # Megatron
-    "embed_out",  # GPT-NeoX
-    "proj_out",  # Whisper, diffusers
-)
-AMBIGUOUS = ("output", "proj_out")  # projections within a block have these names too
 LAST_PERCENT = 15  # of the blocks
 
 # Recipe -> pairs (K, N): a layer of at most K inputs and at most N outputs is left out. On an H200,
@@ -134,7 +123,10 @@ class Filters:
         require_used("filter_fqns", "parts of names of this model's modules", unused, fqns)
         unused = [g for g, _ in recipes.entries if not any(glob_matches(g, fqn) for fqn in fqns)]
         require_used("recipe", "globs of names of this model's modules", unused, fqns)
-        self.kept = kept_by(keep, model, recipes.globs_of)
+        require_one_of("keep", keep, KEEPS)
+        heads = {} if keep == "nothing" else heads_of(model)
+        self.heads = None if keep == "nothing" else tuple(heads)
+        self.kept = kept_by(keep, model, heads, recipes.globs_of)
 
     def reason(self, module: nn.Module, fqn: str) -> str | None:
         """Returns why a layer or an experts module is left out; None where it is not."""
@@ -188,21 +180,33 @@ def nearest_names(text: str, fqns: Iterable[str]) -> list[str]:
 # ---- policies ------------------------------------------------------------------------------------
 
 
-def kept_by(keep: str, model: nn.Module, globs_of: Callable[[str], list[str]]) -> dict[str, str]:
+def kept_by(
+    keep: str,
+    model: nn.Module,
+    heads: Mapping[str, str],
+    globs_of: Callable[[str], list[str]],
+) -> dict[str, str]:
     """Returns the modules that a policy keeps, with all that they hold: name -> the reason.
 
     Args:
         keep: the policy's name.
         model: the model.
+        heads: those of the model, name -> how it was found.
         globs_of: name of a layer -> the globs of the recipe map that match it.
 
     Raises:
-        ValueError: there is no such policy, or it keeps blocks and the model has none.
+        ValueError: the policy keeps blocks and the model has none.
     """
-    require_one_of("keep", keep, KEEPS)
     if keep == "nothing":
         return {}
-    modules = dict.fromkeys(heads_of(model, globs_of), "the head")
+
+    named = {clean_name(raw_fqn): module for raw_fqn, module in model.named_modules()}
+
+    def is_in_map(head: str) -> bool:
+        linear = [n for n, m in named[head].named_modules() if isinstance(m, nn.Linear)]
+        return any(set(globs_of(join(head, clean_name(n)))) - {"*"} for n in linear)
+
+    modules = {head: how for head, how in heads.items() if not is_in_map(head)}
     if keep == "nvfp4_paper":
         blocks = blocks_of(model)
         if not blocks:
@@ -214,35 +218,3 @@ def kept_by(keep: str, model: nn.Module, globs_of: Callable[[str], list[str]]) -
         last = "block" if count == 1 else f"{count} blocks"
         modules |= dict.fromkeys(blocks[-count:], f"in the last {last} of {len(blocks)}")
     return {name: f'keep="{keep}": {what}' for name, what in modules.items()}
-
-
-def heads_of(model: nn.Module, globs_of: Callable[[str], list[str]]) -> list[str]:
-    """Returns the names of heads that no glob of the map other than "*" names."""
-    heads = []
-    for raw_fqn, module in model.named_modules():
-        *parents, name = clean_name(raw_fqn).split(".")
-        if name not in HEADS or any(part.isdecimal() for part in parents):
-            continue
-        if name in AMBIGUOUS:
-            beside = model.get_submodule(raw_fqn.rpartition(".")[0]).named_modules()
-            if not any(n.rpartition(".")[2].isdecimal() for n, _ in beside):
-                continue
-        fqn = join(*parents, name)
-        linear = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]
-        if not any(set(globs_of(join(fqn, clean_name(n)))) - {"*"} for n in linear):
-            heads.append(fqn)
-    return heads
-
-
-def blocks_of(model: nn.Module) -> list[str]:
-    """Returns the names of a model's blocks, in order."""
-    lists: dict[str, dict[str, nn.Module]] = {}
-    for raw_fqn, module in model.named_modules():
-        *parents, name = clean_name(raw_fqn).split(".")
-        if name.isdecimal() and not any(part.isdecimal() for part in parents):
-            lists.setdefault(join(*parents), {})[join(*parents, name)] = module
-    sizes = {
-        parent: sum(p.numel() for module in modules.values() for p in module.parameters())
-        for parent, modules in lists.items()
-    }
-    return list(lists[max(sizes, key=sizes.__getitem__)]) if sizes else []

@@ -131,7 +131,7 @@ def quantize_(
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
         >>> report = mf.quantize_(model, "*: mxfp8; 1: bf16")
-        minifloat: 1 converted, 1 not
+        minifloat: 1 converted, 1 not; the head: none found
           + 0  mxfp8
           - 1  the recipe map says bf16
         >>> model[0]
@@ -196,7 +196,7 @@ def quantize_(
     rows = [(row, choice) for choice in selection.chosen for row in choice.rows]
     recipes = [(row, choice.recipe.text) for row, choice in rows]
     gathers = {row: plans[choice.fqn][1] for row, choice in rows}
-    report = Report(recipes, selection.skipped, gathers, notes, fused, not_fused)
+    report = Report(recipes, selection.skipped, gathers, notes, fused, not_fused, filters.heads)
     if verbose:
         print(report)
     return report

@@ -36,6 +36,8 @@ class Report:
             that is off.
         fused: (name, sentence) of each feed-forward that is one op.
         not_fused: (name, reason) of each that could be expected to be.
+        heads: the names of heads, whether they stay or the recipe map names them; empty: none was
+            found. None: keep="nothing" looks for none.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
@@ -50,9 +52,11 @@ class Report:
     notes: list[tuple[str, str]] = field(default_factory=list)
     fused: list[tuple[str, str]] = field(default_factory=list)
     not_fused: list[tuple[str, str]] = field(default_factory=list)
+    heads: Sequence[str] | None = None
 
     def __str__(self) -> str:
-        lines = [f"minifloat: {len(self.converted)} converted, {len(self.skipped)} not"]
+        head = "" if self.heads is None else f"; the head: {', '.join(self.heads) or 'none found'}"
+        lines = [f"minifloat: {len(self.converted)} converted, {len(self.skipped)} not{head}"]
         gather = self.gather if dist.is_available() and dist.is_initialized() else {}
         rows = [
             ("+", fqn, f"{recipe}; {gather[fqn]}" if fqn in gather else recipe)
