@@ -1,5 +1,8 @@
 """mf.scaled_mm against a product in float64 of the dequantized operands."""
 
+import sys
+from types import SimpleNamespace
+
 import minifloat as mf
 import pytest
 import torch
@@ -7,6 +10,7 @@ from minifloat._native import ops
 
 from tests.support.exact_sums import require_same_sums
 
+scaled_mm = sys.modules["minifloat.tensor.scaled_mm"]  # mf.scaled_mm is the function
 M, K, N = 45, 70, 37
 PRODUCTS = [
     ("e4m3/tensor", "e4m3/tensor"),
@@ -124,6 +128,34 @@ def test_fp4_as_fp8_of_rows_that_are_not_finite():
 def test_fast_changes_nothing_in_an_exact_product():
     a, b = mf.quantize(torch.randn(8, 32), "e4m3/row"), mf.quantize(torch.randn(8, 32), "e4m3/row")
     assert torch.equal(mf.scaled_mm(a, b), mf.scaled_mm(a, b, fast=True))
+
+
+@pytest.mark.parametrize("spec", ["e4m3/tensor", "nvfp4/16x16", "mxfp8"])
+def test_a_quantized_tensor_is_multiplied_as_its_codes(spec):
+    """Its product is that of codes, which has no multiplication in high precision, on any side."""
+    a, b = (torch.randn(n, 64, generator=torch.Generator().manual_seed(n)) for n in (M, N))
+    codes = [mf.quantize(x, spec) for x in (a, b)]
+    weights = [mf.QuantizedTensor.from_tensor(x, spec, spec) for x in (a, b)]
+    seen = []
+    real, scaled_mm.ops = (
+        scaled_mm.ops,
+        SimpleNamespace(
+            scaled_mm=lambda *args, **kwargs: seen.append(args[6]) or ops.scaled_mm(*args, **kwargs)
+        ),
+    )
+    try:
+        expected = mf.scaled_mm(*codes)
+        for x, w in ((codes[0], weights[1]), (weights[0], codes[1]), weights):
+            assert torch.equal(mf.scaled_mm(x, w), expected)
+    finally:
+        scaled_mm.ops = real
+    assert seen == [f"{codes[0].spec}*{codes[0].spec}"] * 4
+    turned = weights[0].t()  # reads the columnwise codes of a
+    expected = mf.scaled_mm(*[mf.quantize(a, spec, columnwise=True)] * 2)
+    assert torch.equal(mf.scaled_mm(turned, turned), expected)
+    alone = mf.QuantizedTensor.from_tensor(b, None, spec)
+    with pytest.raises(ValueError, match="scaled_mm: expected b with rowwise codes"):
+        mf.scaled_mm(codes[0], alone)
 
 
 def test_the_result_is_rounded_once():

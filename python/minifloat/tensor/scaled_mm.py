@@ -8,10 +8,18 @@ from torch.utils.flop_counter import register_flop_formula
 
 from .._native import ops
 from .quantized import Quantized, require_quantized
+from .quantized_tensor import QuantizedTensor
 
 
 def _operand(name: str, x: Quantized | Tensor) -> tuple[list[Tensor], str, int]:
     """Returns codes, scale and amax, the spec and the contraction length of a factor."""
+    if isinstance(x, QuantizedTensor) and x.dim() == 2:
+        if x.rowwise is None:
+            raise ValueError(
+                f"scaled_mm: expected {name} with rowwise codes, which are read along k, got a "
+                "QuantizedTensor with columnwise ones alone"
+            )
+        x = x.rowwise
     if isinstance(x, Quantized):
         require_quantized(f"scaled_mm: {name}", x)
         if x.groups is not None:
@@ -38,7 +46,8 @@ def scaled_mm(
     """Computes a (m, k) · b (n, k)ᵀ + bias, rounded once.
 
     Args:
-        a: (m, k) as read. A Tensor, float32 or bfloat16, is an operand in high precision.
+        a: (m, k) as read. A Tensor, float32 or bfloat16, is an operand in high precision. Of a
+            QuantizedTensor the rowwise codes are read.
         b: (n, k) as read, likewise.
         fast: whether an FP8 engine may accumulate fast; exact products ignore this.
         bias: (n), rounded to `out_dtype` before it is added.
@@ -49,8 +58,8 @@ def scaled_mm(
 
     Raises:
         TypeError: an operand is neither Quantized nor Tensor.
-        ValueError: the operands' shapes or transforms do not fit each other, or another argument is
-            not as expected.
+        ValueError: the operands' shapes or transforms do not fit each other, a QuantizedTensor has
+            no rowwise codes, or another argument is not as expected.
 
     Source: docs/numerics.md, section 9.
 

@@ -242,6 +242,35 @@ def check_converted_late(mesh):
     assert torch.equal(late(x), built("mxfp8")(x))
 
 
+def check_layers_left_out(mesh):
+    """Checks the style on layers that a map leaves out: they gather x's values, in any order.
+
+    mf.quantize_ runs before or after parallelize_module; mf.restore_ leaves all layers out.
+    """
+    x, mine = integers(10, BATCH, TOKENS, WIDTH), mesh.get_local_rank()
+    for recipe in ("*: mxfp8; wk: bf16", "*: bf16; wk: mxfp8", ""):
+        for batch in (1, BATCH):
+            models = [Projections() for _ in range(3)]
+            for model in models:
+                for i, parameter in enumerate(model.parameters()):
+                    parameter.data.copy_(integers(i, *parameter.shape))
+            alone, early, late = models
+            style = QuantizedColwiseParallel(input_layouts=Shard(1))
+            plan = {"norm": SequenceParallel(), **dict.fromkeys(("wq", "wk", "wv"), style)}
+            parallelize_module(late, mesh, plan)
+            for model in models:
+                mf.quantize_(model, recipe or "mxfp8", verbose=False)
+                _ = recipe or mf.restore_(model)
+            parallelize_module(early, mesh, plan)
+            y, dx = train_step(alone, x[:batch], torch.ones(()))
+            for model in (early, late):
+                got, got_dx = train_step(model, x[:batch].chunk(2, 1)[mine], torch.ones(()))
+                assert torch.equal(got, y.chunk(2, -1)[mine]), recipe
+                assert torch.equal(got_dx, dx.chunk(2, 1)[mine]), recipe
+                for a, b in zip(model.parameters(), alone.parameters()):
+                    assert torch.equal(a.grad.full_tensor(), b.grad), recipe
+
+
 def check_others(rank):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     check_payload(mesh)
@@ -252,6 +281,7 @@ def check_others(rank):
     check_delayed(mesh)
     check_recomputed(mesh)
     check_converted_late(mesh)
+    check_layers_left_out(mesh)
 
 
 def test_what_is_gathered_and_refused():

@@ -17,6 +17,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
@@ -24,15 +26,20 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from ..._native import ops
+from ...nn.linear import Linear
 from ...spec import Spec
 from ...tensor.quantized_tensor import Op
+
+Layouts = tuple[Placement, ...]
+REPLICATED = Replicate()
 
 
 class QuantizedColwiseParallel(ColwiseParallel):
     """A ColwiseParallel for mf.Linear that gathers the codes of an input that is cut by tokens.
 
-    Where codes cannot be gathered (an input in bf16; a run of tokens that ends inside a block), the
-    layer gathers the input's values in its dtype, as ColwiseParallel does.
+    Where codes cannot be gathered (an input in bf16; a run of tokens that ends inside a block; a
+    layer that mf.quantize_ left out), the input's values are gathered in its dtype, as
+    ColwiseParallel does.
 
     Args:
         layouts: the keyword arguments of ColwiseParallel: input_layouts, the placement of the input
@@ -46,6 +53,18 @@ class QuantizedColwiseParallel(ColwiseParallel):
         super().__init__(**layouts)
         self.desired_input_layouts = self.input_layouts  # type: ignore[assignment]
 
+    @staticmethod
+    def _prepare_input_fn(  # torch's name; the module is known here, before each forward
+        input_layouts: Layouts,
+        desired_input_layouts: Layouts,
+        module: nn.Module,
+        inputs: tuple[Any, ...],
+        mesh: DeviceMesh,
+    ) -> Tensor:
+        """Places the input: for mf.Linear as it is, for any other layer gathered by its values."""
+        wanted = desired_input_layouts if isinstance(module, Linear) else (REPLICATED,)
+        return ColwiseParallel._prepare_input_fn(input_layouts, wanted, module, inputs, mesh)
+
 
 # ---- sharding rules of the pure ops --------------------------------------------------------------
 # A rule lists the placements of outputs and of inputs. x is (…, rows, cols); a columnwise operand,
@@ -53,7 +72,6 @@ class QuantizedColwiseParallel(ColwiseParallel):
 
 Rule = tuple[Sequence[Placement], Sequence[Placement | None]]
 RuleOf = Callable[..., list[Rule]]
-REPLICATED = Replicate()
 
 
 def sharding_rule(op: Op) -> Callable[[RuleOf], RuleOf]:
