@@ -1,6 +1,7 @@
 """Rules in Python: rounding against the oracle, specs as rules bit for bit, blocks, gradients."""
 
 import math
+from fractions import Fraction
 
 import minifloat as mf
 import numpy as np
@@ -81,6 +82,30 @@ def test_rounding_to_a_grid():
     require_same(
         mf.round_to(torch.tensor([3.0, -5.0]), torch.tensor([4.0])), torch.tensor([4.0, -4.0])
     )
+
+
+def nearest(x, grid):
+    """Returns the nearest value of a grid by exact fractions; of a tie that of an even place."""
+    place = min(range(len(grid)), key=lambda i: (abs(Fraction(grid[i]) - Fraction(x)), i % 2))
+    return grid[place]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "grid",
+    [
+        [0.0, 1e-30, 1.0, 1.0 + 2.0**-20, 3.0],  # sums that float64 cannot hold
+        [2.0**-60, 1.0, 2.0, 2.0 + 2.0**-51, 2.0**60],
+        [0.1, 0.3, 0.7, 1.1, 1.9, 5.3],
+        [0.0, 5e-324, 1e-323, 2.0**-1022],
+    ],
+)
+def test_magnitudes_around_ties_go_to_the_nearest(grid, dtype):
+    middles = torch.tensor(grid, dtype=torch.float64)
+    middles = ((middles[1:] + middles[:-1]) / 2).to(dtype)
+    x = torch.cat([middles, middles.nextafter(middles * 0), middles.nextafter(middles + 1)])
+    want = torch.tensor([nearest(each, grid) for each in x.tolist()], dtype=torch.float64)
+    require_same(mf.round_to(x, torch.tensor(grid, dtype=torch.float64)), want.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -247,6 +272,21 @@ def test_gradients_do_not_pass_through_a_transform():
             assert mf.fake_quantize(x, spec).isfinite().all()
 
 
+def test_a_learned_scale_is_refused_where_it_would_get_no_gradient():
+    scale = torch.ones(1, requires_grad=True)
+    learned = mf.Rule(
+        lambda blocks: scale * mf.round_to(blocks / scale, "e2m1"), (1, 16), "learned"
+    )
+    for x in (torch.randn(4, 32), torch.randn(4, 32, requires_grad=True)):
+        with pytest.raises(ValueError, match="rule learned: expected values without a gradient"):
+            mf.fake_quantize(x, learned)
+        with torch.no_grad():
+            assert not mf.fake_quantize(x, learned).requires_grad
+    frozen = mf.Rule(lambda b: scale.detach() * mf.round_to(b / scale.detach(), "e2m1"), (1, 16))
+    mf.fake_quantize(x, frozen).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
 # ---- Refusals ------------------------------------------------------------------------------------
 
 X = torch.ones(4, 32)
@@ -260,7 +300,7 @@ X = torch.ones(4, 32)
         (lambda: mf.round_to(X, "e3m2"), ValueError, "one of e2m1, e4m3, e5m2, e8m0, got 'e3m2'"),
         (lambda: mf.round_to(X, [1.0]), TypeError, "grid: expected a format's name or a Tensor"),
         (lambda: mf.round_to(X, torch.tensor([0.0, 2, 1])), ValueError, r"rising .*\[0.0, 2.0, 1"),
-        (lambda: mf.round_to(X, torch.tensor([-1.0, 1])), ValueError, "none negative, got"),
+        (lambda: mf.round_to(X, torch.tensor([-1.0, 1])), ValueError, "none negative and none ab"),
         (lambda: mf.round_to(X, torch.tensor([0, math.inf])), ValueError, "rising finite magnit"),
         (lambda: mf.round_to(X, torch.tensor([0, math.nan])), ValueError, "rising finite magnit"),
         (lambda: mf.round_to(X, torch.ones(0)), ValueError, r"magnitudes \(n\), .* got \[\]"),

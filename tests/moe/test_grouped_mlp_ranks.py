@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.expert_world import built, device_here, draw
 from tests.support.worlds import run_world
+
+grouped_mlp = sys.modules["minifloat.moe.grouped_mlp"]  # mf.grouped_mlp is the function
 
 RECIPES = ["bf16", "fp8_rowwise", "fp8_delayed", "mxfp8", "nvfp4", "mxfp8_nvfp4"]
 FORMS: list[dict[str, Any]] = [
@@ -132,6 +135,11 @@ def check_ranks(rank: int) -> None:
     assert dropped.item() == 5 + 2 * (16 - 2)
     for recipe in ("bf16", "mxfp8", "fp8_rowwise", "bf16"):
         mf.grouped_mlp(*arguments(5 + rank), recipe, group=mesh)
+    grouped_mlp.SEEN.clear()
+    grouped_mlp.MOST_SEEN = 4
+    for tokens in (*range(3, 11), 3, 10):  # what is forgotten is compared again
+        mf.grouped_mlp(*arguments(tokens), "mxfp8", group=mesh, capacity="all")
+        assert len(grouped_mlp.SEEN[mesh.get_group()]) <= 4
     compiled = torch.compile(mf.grouped_mlp, backend="eager")
     assert torch.equal(compiled(*given, "mxfp8", group=mesh), want)
 

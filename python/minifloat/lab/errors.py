@@ -64,7 +64,9 @@ def errors(
             batch are cast one by one, and their numbers are added.
         rules: operand specs, and mf.Rule for rules in Python: one or several.
         columnwise: whether to cast the transpose, with blocks along x's rows.
-        seed, stream: of a spec's random bits, as mf.quantize takes them. A mf.Rule draws its own.
+        seed, stream: of a spec's random bits, as mf.quantize takes them. Each matrix of a batch has
+            those of one that is cast alone, so under `+sr` other bits than mf.quantize draws for
+            the batch. A mf.Rule draws its own.
 
     Returns:
         A row a rule, in their order. x is compared with its value as it is cast: under `+rht` and

@@ -32,6 +32,7 @@ ELEMENTS = {
 }
 SCALES = "e8m0"
 ROUNDINGS = ("nearest", "up", "down")
+LARGEST = torch.finfo(torch.float64).max / 2  # of a grid, whose neighbours' sums are computed
 
 
 def round_to(x: Tensor, grid: str | Tensor, rounding: str = "nearest") -> Tensor:
@@ -40,7 +41,7 @@ def round_to(x: Tensor, grid: str | Tensor, rounding: str = "nearest") -> Tensor
     Args:
         x: any shape, a floating dtype.
         grid: "e2m1", "e4m3", "e5m2" or "e8m0", or the magnitudes of another format: (n), rising,
-            finite, none negative.
+            none negative, none above half of float64's largest.
         rounding: "nearest": of two values equally near, the one with an even place in the grid,
             which for a format is an even code. "up": away from zero. "down": towards zero.
 
@@ -75,24 +76,28 @@ def round_to(x: Tensor, grid: str | Tensor, rounding: str = "nearest") -> Tensor
     values, nan = require_grid(grid).to(x.device), x.isnan()
     if isinstance(grid, str) and grid == SCALES:
         nan = ~x.isfinite()
-    place = torch.bucketize(x.abs().double().contiguous(), boundaries_of(values, rounding))
+    doubled = x.abs().double().contiguous() * 2
+    place = torch.bucketize(doubled, boundaries_of(values, rounding))
     return values[place].masked_fill(nan, torch.nan).copysign(x).to(x.dtype)
 
 
 def boundaries_of(values: Tensor, rounding: str) -> Tensor:
-    """Returns the boundaries of a grid: past k of them, a magnitude becomes the value of place k.
+    """Returns the boundaries of a grid: past k of them, twice a magnitude becomes that of place k.
 
-    In float64 the middle of two values of a format is exact, and between a middle and the float
-    below it is no float32.
+    Twice a middle is the sum of two values. Where float64 rounds it up, the float below is the last
+    that belongs to the lower value, and where it rounds it down, the sum is. A sum that is exact is
+    a tie.
     """
     zero = torch.zeros_like(values[1:])
     if rounding == "up":
-        return values[:-1]
+        return values[:-1] * 2
     if rounding == "down":
-        return values[1:].nextafter(zero)
-    middles = (values[1:] + values[:-1]) / 2
-    is_odd = torch.arange(len(middles), device=values.device) % 2 == 1  # of the place below
-    return torch.where(is_odd, middles.nextafter(zero), middles)
+        return (values[1:] * 2).nextafter(zero)
+    sums = values[1:] + values[:-1]
+    lost = values[:-1] - (sums - values[1:])  # exact, because values[1:] is the larger (Fast2Sum)
+    is_odd = torch.arange(len(sums), device=values.device) % 2 == 1  # of the place below
+    goes_up = (lost < 0) | ((lost == 0) & is_odd)  # a magnitude of half this sum
+    return torch.where(goes_up, sums.nextafter(zero), sums)
 
 
 def require_grid(grid: str | Tensor) -> Tensor:
@@ -101,10 +106,10 @@ def require_grid(grid: str | Tensor) -> Tensor:
         return format_grid(grid)
     values = grid.detach().double()
     rises = values.dim() == 1 and len(values) > 0 and bool((values.diff() > 0).all())
-    if not rises or not 0 <= values[0] <= values[-1] < torch.inf:
+    if not rises or not 0 <= values[0] <= values[-1] <= LARGEST:
         raise ValueError(
-            "round_to: grid: expected rising finite magnitudes (n), none negative, got "
-            f"{grid.tolist()}"
+            "round_to: grid: expected rising finite magnitudes (n), none negative and none above "
+            f"{LARGEST}, got {grid.tolist()}"
         )
     return values
 
@@ -189,8 +194,8 @@ def fake_quantize(
         (…, rows, cols) as read. Under a spec with `+rht` or `+eden` the values stay transformed.
 
     Raises:
-        TypeError, ValueError: an argument is not as expected, or `x` requires a gradient under a
-            spec with a transform.
+        TypeError, ValueError: an argument is not as expected, `x` requires a gradient under a spec
+            with a transform, or the values of a mf.Rule require one.
 
     Example:
         >>> x = torch.tensor([[0.1, 0.2, 0.4, 6.0] * 8], requires_grad=True)
@@ -212,7 +217,16 @@ def fake_quantize(
             "fake_quantize: expected a spec without a transform for x that requires a gradient, "
             f"got {rule}: its values are transformed"
         )
-    y: Tensor = StraightThrough.apply(x, rule, columnwise, seed, stream)
+    cast: str | Rule | Tensor = rule
+    if isinstance(rule, Rule):
+        cast = values = apply_rule((x.mT if columnwise else x).detach(), rule).to(x.dtype)
+        if values.requires_grad:
+            raise ValueError(
+                f"fake_quantize: rule {rule.name}: expected values without a gradient, got some "
+                "that require one, of a tensor that the rule's function reads, such as a learned "
+                "scale: gradients pass to x alone. Call .detach() on it in the function"
+            )
+    y: Tensor = StraightThrough.apply(x, cast, columnwise, seed, stream)
     return y
 
 
@@ -221,13 +235,13 @@ class StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, rule: str | Rule, columnwise: bool, seed: int, stream: int
+        ctx: Any, x: Tensor, cast: str | Tensor, columnwise: bool, seed: int, stream: int
     ) -> Tensor:
         ctx.columnwise = columnwise
-        if isinstance(rule, str):
-            q = quantize(x, rule, columnwise=columnwise, seed=seed, stream=stream)
-            return dequantize(q, x.dtype)
-        return apply_rule(x.mT if columnwise else x, rule).to(x.dtype)
+        if isinstance(cast, Tensor):  # the values of a rule in Python
+            return cast.clone()
+        q = quantize(x, cast, columnwise=columnwise, seed=seed, stream=stream)
+        return dequantize(q, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:

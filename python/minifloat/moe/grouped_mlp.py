@@ -37,6 +37,9 @@ Weights = Tensor | Sequence[Tensor]  # w13 (E, 2I, D), or w1 and w3 (E, I, D)
 # Titles that all ranks of a group were seen to call with, by this rank's sizes and options.
 SEEN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, str | None]]
 SEEN = weakref.WeakKeyDictionary()
+# Of each group: under capacity="all" each number of tokens has a title. Ranks make the same calls,
+# so they forget the same ones, and compare them again.
+MOST_SEEN = 256
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of slots
 
 
@@ -169,6 +172,8 @@ def run_agreed(
     parallel.title = seen.get(key)
     y = parallel.forward(lambda *_: products, x, indices, weights)
     seen[key] = parallel.title
+    if len(seen) > MOST_SEEN:
+        del seen[next(iter(seen))]
     return y
 
 

@@ -4,6 +4,8 @@ The oracle has one process: it casts what each rank gave to its reduce-scatter b
 as a matrix with a row a destination, and adds up the values of all ranks in their order.
 """
 
+from contextlib import nullcontext
+
 import minifloat as mf
 import pytest
 import torch
@@ -350,6 +352,12 @@ def check_other_specs(rank):
     mf.quantize_gradients_(model, "mxfp8" if rank else "e4m3/1x128")
     with pytest.raises(ValueError, match=r"rank 0 has the gradients of .* as e4m3/1x128; rank 1"):
         model(batch(0)).sum().backward()
+    for spec in ("e4m3/1x128", "e4m3/1x128+sr"):  # a seed matters where it is drawn from
+        model = sharded(Model())
+        mf.quantize_gradients_(model, spec, seed=rank)
+        expected = "rank 0 has the gradients of .* from seed 0; rank 1 .* from seed 1"
+        with pytest.raises(ValueError, match=expected) if "sr" in spec else nullcontext():
+            model(batch(0)).sum().backward()
 
 
 def check_parallel(rank):

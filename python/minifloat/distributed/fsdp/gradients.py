@@ -64,10 +64,15 @@ class ReduceScatterOfCodes:
 
     def __init__(self, name: str, rank: int, shared: GradientCodes) -> None:
         self.name, self.rank, self.shared = name, rank, shared
-        self.title = f"the gradients of {name or 'the model'!r} as {shared.spec.text}"
         self.stream = ops.stream(join(name, "gradients"))
         self.drawn: Tensor | None = None  # the shared state's `current` of the last draw
         self.is_agreed = False
+
+    @property
+    def title(self) -> str:
+        """What ranks must have alike: the module, the spec, and the seed where it is drawn from."""
+        seed = f" from seed {self.shared.state.seed}" if self.shared.spec.is_stochastic else ""
+        return f"the gradients of {self.name or 'the model'!r} as {self.shared.spec.text}{seed}"
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -153,7 +158,8 @@ def quantize_gradients_(model: nn.Module, spec: str = "e4m3/1x128+sr", *, seed: 
         model: with modules that torch.distributed.fsdp.fully_shard has sharded.
         spec: "e4m3/1x128", "mxfp8", "mxfp8/e5m2" or "mxfp4", to nearest or `+sr`; "bf16": values in
             bfloat16, with the same sums in float32.
-        seed: of `+sr`, equal on all ranks. Ranks, modules and steps draw other bits.
+        seed: of `+sr`, equal on all ranks: the first reduction raises a ValueError on each rank
+            where it is not. Ranks, modules and steps draw other bits.
             mf.training_state has seed and count as "gradients.rng".
 
     Raises:
