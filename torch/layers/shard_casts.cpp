@@ -28,9 +28,10 @@ struct Cuts {
   SymInt length;
 
   SymInt begin(std::int64_t part) const { return length * (part * sharding.ranks + sharding.rank); }
-  // Returns the cuts of a tensor of the whole, whose entries hold `unit` elements each.
+  // Returns the cuts of a tensor of the whole, whose entries hold `unit` elements each. A tensor
+  // that the operand lacks has no entries along `dim`; one of no tokens has.
   Tensor of(const Tensor& whole, std::int64_t dim, std::int64_t unit) const {
-    if (!whole.defined() || whole.sym_numel() == 0) return whole;
+    if (!whole.defined() || whole.dim() < -dim || whole.sym_size(dim) == 0) return whole;
     std::vector<Tensor> parts;
     for (std::int64_t part = 0; part < sharding.parts; ++part)
       parts.push_back(whole.narrow_symint(dim, begin(part) / unit, length / unit));
