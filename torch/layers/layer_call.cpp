@@ -95,15 +95,15 @@ const std::unordered_map<std::string, Reader>& readers() {
 // Returns the readers of an op's arguments, in the schema's order: found by name once a thread.
 const std::vector<Reader>& readers_of(const c10::FunctionSchema& schema) {
   thread_local std::unordered_map<const c10::FunctionSchema*, std::vector<Reader>> of_ops;
-  std::vector<Reader>& found = of_ops[&schema];
-  if (!found.empty()) return found;
+  if (const auto known = of_ops.find(&schema); known != of_ops.end()) return known->second;
+  std::vector<Reader> found;
   for (const c10::Argument& argument : schema.arguments()) {
     const auto reader = readers().find(argument.name());
     TORCH_INTERNAL_ASSERT(reader != readers().end(), schema.name(), ": no reader of ",
                           argument.name());
     found.push_back(reader->second);
   }
-  return found;
+  return of_ops.emplace(&schema, std::move(found)).first->second;  // whole, or not at all
 }
 
 }  // namespace
