@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import minifloat as mf
 import pytest
 import torch
@@ -93,3 +95,25 @@ def test_wrong_texts():
         ops.linear(x, w, None, "mxfp8", accumulate="main_grad")
     with pytest.raises(ValueError, match="expected no main_grad under accumulate='grad', got one"):
         ops.linear(x, w, None, "mxfp8", accumulate="grad", main_grad=torch.zeros(8, 8))
+
+
+# ---- threads -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", ["grad", "main_grad"])
+def test_backward_threads_lose_no_gradient(accumulate):
+    """Each thread adds 8 to every element: sums of integers, exact in any order."""
+    size, threads = 1024, 8
+    model = nn.Sequential(nn.Linear(size, size, bias=False))
+    mf.quantize_(model, "fp8_rowwise_gw_hp", keep="nothing", accumulate=accumulate, verbose=False)
+    weight = model[0].weight
+    for _ in range(10):
+        total = torch.zeros_like(weight)
+        setattr(weight, accumulate, total)
+        losses = [model(torch.ones(8, size)).sum() for _ in range(threads)]
+        running = [threading.Thread(target=loss.backward) for loss in losses]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+        assert torch.equal(total, torch.full_like(total, 8.0 * threads))

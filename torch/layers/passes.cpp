@@ -199,10 +199,10 @@ Tensor weight_gradient(const LayersState& layers, std::size_t i, const Quantized
   const PlannedProduct wgrad = plan_product(prepared.recipe.wgrad, prepared.wgrad, device);
   const ProductInput of_g = product_input(prepared, g, col);
   const Tensor main_grad = layers.main_grads.empty() ? Tensor() : layers.main_grads[i];
-  const Tensor sum = sum_of_weight(layers.accumulation, main_grad, edge);
-  if (sum.defined()) {
-    add_scaled_mm(wgrad, of_g, x, m, sum);
-    return received_for(layers.accumulation, sum, layers.weight_dtypes[i]);
+  if (const WeightSum sum = sum_of_weight(layers.accumulation, main_grad, edge);
+      sum.tensor.defined()) {
+    add_scaled_mm(wgrad, of_g, x, m, sum.tensor);
+    return received_for(layers.accumulation, sum.tensor, layers.weight_dtypes[i]);
   }
   if (layers.accumulation.is_on()) {
     // Backward within autocast's context would round the product on the CPU.

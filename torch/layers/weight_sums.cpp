@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <utility>
+
 #include "minifloat/error.h"
 #include "ops/bridge.h"
 
@@ -47,6 +49,17 @@ bool has_hooks(const AccumulateGrad& leaf) {
 bool has_hooks_before(AccumulateGrad& leaf) {
   return !torch::autograd::impl::hooks(leaf.variable).empty() || !leaf.pre_hooks().empty() ||
          !leaf.post_hooks().empty();
+}
+
+// The mutex of a node is of its class and of those that inherit from it.
+struct MutexOfLeaf : AccumulateGrad {
+  static std::mutex& of(AccumulateGrad& leaf) { return leaf.*(&MutexOfLeaf::mutex_); }
+};
+
+// Returns the mutex of a leaf's sums, or the one of all weights that are no leaves.
+std::mutex& mutex_of(AccumulateGrad* leaf) {
+  static std::mutex of_others;
+  return leaf ? MutexOfLeaf::of(*leaf) : of_others;
 }
 
 // Returns .grad of the leaf where autograd would add to it in place, else an undefined tensor.
@@ -96,19 +109,26 @@ void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& weig
   bridge::check_memory_if_real(op, "main_grad", main_grad);
 }
 
-Tensor sum_of_weight(const Accumulation& accumulation, const Tensor& main_grad, std::size_t edge) {
+WeightSum sum_of_weight(const Accumulation& accumulation, const Tensor& main_grad,
+                        std::size_t edge) {
   if (!accumulation.is_on()) return {};
   // Tracing computes gradients by torch.autograd.grad, of leaves that are not the caller's.
-  if (main_grad.defined() && !bridge::is_real(main_grad)) return main_grad;
+  if (main_grad.defined() && !bridge::is_real(main_grad)) return {main_grad};
   AccumulateGrad* const leaf = leaf_of(edge);
   if (leaf ? !is_accumulated(leaf) : !is_asked_for(edge)) return {};
-  if (accumulation.into_grad)
-    return leaf && !at::GradMode::is_enabled() ? grad_of(*leaf) : Tensor();
+  std::unique_lock lock(mutex_of(leaf));
+  if (accumulation.into_grad) {
+    const Tensor grad = leaf && !at::GradMode::is_enabled() ? grad_of(*leaf) : Tensor();
+    if (!grad.defined()) return {};
+    bridge::check_memory("accumulate", ".grad", grad);
+    return {grad, std::move(lock)};
+  }
   TORCH_CHECK_VALUE(!leaf || !has_hooks_before(*leaf) || !accumulation.received.empty(),
                     "accumulate: expected no gradient hook on a weight whose gradient is added to "
                     "main_grad, got one, which would receive no gradient. Wrappers that reduce "
                     ".grad register such hooks: convert with accumulate='grad' for them");
-  return main_grad;
+  bridge::check_memory("accumulate", "main_grad", main_grad);
+  return {main_grad, std::move(lock)};
 }
 
 Tensor received_for(const Accumulation& accumulation, const Tensor& sum, at::ScalarType dtype) {

@@ -15,6 +15,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
+#include <mutex>
 #include <string>
 
 namespace minifloat::torch_ops {
@@ -39,10 +40,18 @@ Accumulation accumulation(const char* op, const std::string& accumulate,
 // autograd tracks.
 void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& weight);
 
-// Returns the tensor to which the running backward node adds the gradient of its input `edge`.
-// Returns an undefined tensor where autograd receives the gradient instead. Raises ValueError for a
-// weight with hooks that would receive no gradient.   main_grad: this weight's; or undefined
-Tensor sum_of_weight(const Accumulation& accumulation, const Tensor& main_grad, std::size_t edge);
+// A sum of gradients, which no other backward thread changes while this object lives. Autograd
+// locks the same mutex where it adds to .grad.
+struct WeightSum {
+  Tensor tensor;  // undefined: autograd receives the gradient instead
+  std::unique_lock<std::mutex> lock = {};
+};
+
+// Returns the sum to which the running backward node adds the gradient of its input `edge`. Raises
+// ValueError for a weight with hooks that would receive no gradient, and for a sum whose memory is
+// freed.   main_grad: this weight's; or undefined
+WeightSum sum_of_weight(const Accumulation& accumulation, const Tensor& main_grad,
+                        std::size_t edge);
 
 // Returns the tensor that autograd receives for a weight whose gradient was added to `sum`.
 Tensor received_for(const Accumulation& accumulation, const Tensor& sum, at::ScalarType dtype);
