@@ -4,6 +4,8 @@
 
 #include <utility>
 
+#include "ops/direct.h"
+
 namespace minifloat::torch_ops {
 namespace {
 
@@ -16,6 +18,12 @@ bool reads_rows(const PreparedRecipe& recipe) {
 }
 
 }  // namespace
+
+Tensor transposed_matrices(const Tensor& t) {
+  const Tensor view = t.permute({0, 2, 1});
+  share_version(view, t);
+  return view;
+}
 
 bool has_adjacent_columns(const Tensor& t) {
   return (t.sym_stride(-1) == 1 || t.sym_size(-1) == 1) && t.sym_stride(-2) >= t.sym_size(-1);

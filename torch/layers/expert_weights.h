@@ -10,7 +10,7 @@ namespace minifloat::torch_ops {
 
 // Returns the transpose of each matrix, a view. A compiler's partitioner computes this op again in
 // backward, where it saves the results of at::transpose.
-inline Tensor transposed_matrices(const Tensor& t) { return t.permute({0, 2, 1}); }
+Tensor transposed_matrices(const Tensor& t);
 
 // Returns whether the columns of each matrix are adjacent, without overlap.
 bool has_adjacent_columns(const Tensor& t);

@@ -23,6 +23,7 @@
 
 #include "layers/double_backward.h"
 #include "layers/grouped_mlp.h"
+#include "layers/read_again.h"
 #include "ops/bridge.h"
 #include "ops/experts.h"
 #include "ops/tangents.h"
@@ -79,8 +80,15 @@ struct GroupedMlpFunction : torch::autograd::Function<GroupedMlpFunction> {
   // What backward reads besides tensors, in a capsule: the context stores no structs.
   struct Capsule : torch::CustomClassHolder {
     Capsule(Experts e, ExpertNeeds n, std::size_t c)
-        : experts(std::move(e)), needs(std::move(n)), codes(c) {}
+        : experts(std::move(e)), needs(std::move(n)), codes(c) {
+      for (const ExpertProduct& product : experts.products) {
+        again.add_rng(product.rng);
+        again.add_histories(product.history);
+        again.add_weight_operands(product.weight_operands);
+      }
+    }
     Experts experts;
+    ReadAgain again;
     ExpertNeeds needs;
     std::size_t codes;  // tensors of x's codes
   };
@@ -90,8 +98,7 @@ struct GroupedMlpFunction : torch::autograd::Function<GroupedMlpFunction> {
     const auto capsule = ctx->saved_data["state"].toCapsule();
     const auto& state = *static_cast<const Capsule*>(capsule.get());
     const ExpertNeeds& needs = state.needs;
-    // Unpacking may run a checkpointed forward pass again, which records its own graph.
-    const variable_list saved = ctx->get_saved_variables();
+    const variable_list saved = state.again.saved_tensors(kGroupedMlp, *ctx);
     const std::size_t count = needs.matrices.size(), biases = needs.biases.size();
     auto next = saved.begin() + 6;
     const auto take = [&](std::size_t n) {

@@ -18,6 +18,7 @@
 #include "layers/expert_weights.h"
 #include "layers/grouped_call.h"
 #include "layers/operands.h"
+#include "layers/read_again.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/ops.h"
@@ -47,8 +48,8 @@ struct GroupedState {
   bool zeroes_tail, has_bias;
   SymInt rows, n;
   GroupedNeeds needs;
-  // No saved variables: backward writes the history, and a recomputed forward may not replace rng.
   variable_list history, rng;
+  ReadAgain again = {};
   std::optional<Tensor> grad_rows_from = {};
   std::optional<Sharding> sharding = {};
 };
@@ -297,6 +298,8 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
     Tensor y = operands_and_product(a, b, offs, call, needs, &saved);
     ctx->save_for_backward(std::move(saved));
     GroupedState state = backward_state(a, b, bias, call, needs);
+    state.again.add_rng(call.rng);
+    state.again.add_histories(call.history);
     ctx->saved_data["state"] =
         c10::IValue::make_capsule(c10::make_intrusive<Capsule>(std::move(state)));
     return y;
@@ -312,7 +315,7 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto capsule = ctx->saved_data["state"].toCapsule();
     const GroupedState& s = static_cast<const Capsule*>(capsule.get())->value;
-    const variable_list saved = ctx->get_saved_variables();
+    const variable_list saved = s.again.saved_tensors(kGroupedMm, *ctx);
     variable_list gradients = first_derivatives(s, saved, grads[0]);
     if (!at::GradMode::is_enabled()) return gradients;
     const auto node = torch::autograd::get_current_node();

@@ -22,6 +22,7 @@
 #include "layers/layer_call.h"
 #include "layers/operands.h"
 #include "layers/passes.h"
+#include "layers/read_again.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/tangents.h"
@@ -71,6 +72,7 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
 // Values that backward reads besides the saved tensors; the context holds them.
 struct BackwardState {
   LayersState layers;
+  ReadAgain again;
   std::vector<SymInt> x_shape;
   Needs needs;
   std::optional<Sharding> sharding;
@@ -107,11 +109,14 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static c10::IValue save_state(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe,
                                 const Needs& needs, PendingAmaxes amaxes) {
     BackwardState r{.layers = LayersState(layers, recipe, x.scalar_type()),
+                    .again = {},
                     .x_shape = x.sym_sizes().vec(),
                     .needs = needs,
                     .sharding = {},
                     .gathered = layers.shards.gathered,
                     .amaxes = std::move(amaxes)};
+    r.again.add_rng(layers.rng);
+    r.again.add_histories(layers.histories);
     if (layers.shards.sharding) r.sharding = *layers.shards.sharding;
     return c10::IValue::make_capsule(c10::make_intrusive<Capsule>(std::move(r)));
   }
@@ -119,9 +124,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto capsule = ctx->saved_data["state"].toCapsule();
     const BackwardState& r = static_cast<const Capsule*>(capsule.get())->value;
-    // Unpacking may run a checkpointed forward pass again, which records its own graph.
-    const variable_list saved = ctx->get_saved_variables();
-    r.layers.check_rng_is_unchanged("linear");
+    const variable_list saved = r.again.saved_tensors("linear", *ctx);
     variable_list gradients = first_derivatives(r, saved, grads);
     if (!at::GradMode::is_enabled()) return gradients;
     const auto node = torch::autograd::get_current_node();

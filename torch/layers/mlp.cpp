@@ -84,10 +84,18 @@ struct MlpFunction : torch::autograd::Function<MlpFunction> {
     variable_list saved;
     Tensor y = forward_pass(x, mlp, recipe, needs, &saved);
     ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["state"] = c10::IValue::make_capsule(
-        c10::make_intrusive<Capsule>(MlpState{LayersState(mlp.inputs, recipe, x.scalar_type()),
-                                              LayersState(mlp.output, recipe, x.scalar_type()),
-                                              mlp.activation, x.sym_sizes().vec(), needs}));
+    MlpState state = {.inputs = LayersState(mlp.inputs, recipe, x.scalar_type()),
+                      .output = LayersState(mlp.output, recipe, x.scalar_type()),
+                      .again = {},
+                      .activation = mlp.activation,
+                      .x_shape = x.sym_sizes().vec(),
+                      .needs = needs};
+    for (const Layers* layers : {&mlp.inputs, &mlp.output}) {
+      state.again.add_rng(layers->rng);
+      state.again.add_histories(layers->histories);
+    }
+    ctx->saved_data["state"] =
+        c10::IValue::make_capsule(c10::make_intrusive<Capsule>(std::move(state)));
     ctx->saved_data["inputs"] = static_cast<std::int64_t>(weights.size() + biases.size());
     return y;
   }
@@ -101,10 +109,7 @@ struct MlpFunction : torch::autograd::Function<MlpFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto capsule = ctx->saved_data["state"].toCapsule();
     const MlpState& r = static_cast<const Capsule*>(capsule.get())->value;
-    // Unpacking may run a checkpointed forward pass again, which records its own graph.
-    const variable_list saved = ctx->get_saved_variables();
-    r.inputs.check_rng_is_unchanged(kMlp);
-    r.output.check_rng_is_unchanged(kMlp);
+    const variable_list saved = r.again.saved_tensors(kMlp, *ctx);
     const auto inputs = static_cast<std::size_t>(ctx->saved_data["inputs"].toInt());
     variable_list gradients(1 + inputs);
     if (grads[0].defined()) {

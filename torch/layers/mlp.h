@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "layers/passes.h"
+#include "layers/read_again.h"
 #include "ops/activation.h"
 
 namespace minifloat::torch_ops {
@@ -43,6 +44,7 @@ bool has_amax_of_h(const PreparedRecipe& prepared);
 // Values that backward reads besides the saved tensors; the context holds them.
 struct MlpState {
   LayersState inputs, output;
+  ReadAgain again;
   std::string activation;
   std::vector<SymInt> x_shape;
   MlpNeeds needs;

@@ -58,8 +58,8 @@ PreparedRecipe prepared_recipe(const std::string& text) {
 // Returns the transposed view. Layers differentiate as a whole, so the view needs no history, only
 // the version counter of x.
 Tensor transposed(const Tensor& x) {
-  if (x.dim() != 2 || !can_skip_dispatcher({&x})) return x.transpose(-2, -1);
-  const Tensor view = direct_transpose(x);
+  const bool is_direct = x.dim() == 2 && can_skip_dispatcher({&x});
+  const Tensor view = is_direct ? direct_transpose(x) : x.transpose(-2, -1);
   share_version(view, x);
   return view;
 }

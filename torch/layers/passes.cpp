@@ -8,8 +8,6 @@
 namespace minifloat::torch_ops {
 namespace {
 
-std::uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : t._version(); }
-
 // Returns both directions of weight i, or, where backward quantizes it again, the rowwise one and
 // the amax of the other.
 Directions weight_operands_of(const ForwardPass& pass, std::size_t i, const Needed& row,
@@ -136,7 +134,6 @@ LayersState::LayersState(const Layers& layers, const PreparedRecipe& of_recipe,
       bias_index(layers.bias_index),
       histories(layers.histories.vec()),
       rng(layers.rng.vec()) {
-  for (const Tensor& state : rng) rng_versions.push_back(version_of(state));
   for (const Tensor& w : layers.weights) {
     weight_dtypes.push_back(w.scalar_type());
     const bool is_cast =
@@ -145,13 +142,6 @@ LayersState::LayersState(const Layers& layers, const PreparedRecipe& of_recipe,
   }
   for (std::size_t i = 0; i < layers.weights.size(); ++i) features.push_back(layers.features_of(i));
   for (const Tensor& b : layers.biases) bias_dtypes.push_back(b.scalar_type());
-}
-
-void LayersState::check_rng_is_unchanged(const char* op) const {
-  for (std::size_t i = 0; i < rng.size(); ++i)
-    TORCH_CHECK(version_of(rng[i]) == rng_versions[i], op,
-                ": expected rng as forward read it, got one that was modified by an inplace "
-                "operation since; backward draws from it too");
 }
 
 ModuleState LayersState::state_of(std::size_t i, const Sharding* sharding) const {

@@ -63,12 +63,8 @@ struct LayersState {
   std::vector<at::ScalarType> weight_dtypes, bias_dtypes;
   std::vector<int> bias_index;
   std::vector<std::array<SymInt, 2>> features;  // of each weight, (N, K)
-  // No saved variables: backward writes histories, and a recomputed forward may not replace rng.
   std::vector<Tensor> histories, rng;
-  std::vector<std::uint32_t> rng_versions;
 
-  // Raises where rng was modified since forward: backward draws from it too.
-  void check_rng_is_unchanged(const char* op) const;
   ModuleState state_of(std::size_t i, const Sharding* sharding = nullptr) const;
 };
 

@@ -84,7 +84,8 @@ Tensor direct_transpose(const Tensor& matrix) {
 }
 
 void share_version(const Tensor& view, const Tensor& base) {
-  if (view.is_same(base) || !can_skip_dispatcher({&view, &base}) || !view.is_alias_of(base)) return;
+  if (view.is_same(base) || !has_device_keys_alone(view) || !has_device_keys_alone(base)) return;
+  if (!view.is_alias_of(base)) return;
   if (!base.is_inference())
     view.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
 }

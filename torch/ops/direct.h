@@ -40,7 +40,7 @@ Tensor direct_transpose(const Tensor& matrix);
 
 // Makes `view` share the version counter of `base`, whose memory it views, as torch's own views do.
 // Autograd then raises in a backward pass that would read overwritten values. Does nothing where
-// the tensors are the same, share no memory, are inference tensors or cannot skip the dispatcher.
+// the tensors are the same, share no memory, are inference tensors, or of a trace or subclass.
 void share_version(const Tensor& view, const Tensor& base);
 
 // Returns t.to(dtype), without a call where t has that dtype.

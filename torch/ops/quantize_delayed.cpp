@@ -65,10 +65,9 @@ EightTensors quantize_real(const Tensor& x, const std::string& row, const std::s
                            const QuantizeOptions& options) {
   const Tensor& history = options.history->history;
   bridge::check_memory(kQuantizeDelayed, "amax_history", history);
-  const EightTensors out = torch_ops::eight_tensors(
+  // The history keeps its version: no cast reads current amaxes (layers/read_again.h).
+  return torch_ops::eight_tensors(
       direct_quantize(x, row, col, options, nullptr, /*shares_memory=*/false));
-  if (!history.is_inference()) history.unsafeGetTensorImpl()->bump_version();
-  return out;
 }
 
 // Returns the shapes: those of quantize, without the amaxes that the history takes.
