@@ -7,6 +7,7 @@ loss.backward(); opt.step(); mf.step(model)
 """
 
 from .train import interrupt as _interrupt  # isort: skip  before torch: see its head
+from . import function_transforms as _function_transforms  # registers kernels of layers' ops
 from ._native import ops as _ops  # loads the operators; keep it before the rest
 from ._version import __version__
 from .distributed import hooks as _hooks  # registers functions that layers call

@@ -7,6 +7,10 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import nn
+from torch._dynamo import compiled_autograd
+
+from tests.support import layer_cases as cases
+from tests.support.layer_cases import Options
 
 K, N = 32, 16
 RNG = torch.tensor([1, 2, 3])
@@ -83,6 +87,31 @@ def test_compiled_second_derivatives_are_errors():
     dx = torch.autograd.grad(compiled(x).pow(2).sum(), x, create_graph=True)[0]
     with pytest.raises(RuntimeError, match=r"double backward|second derivative"):
         dx.pow(2).sum().backward()
+
+
+def calls_of_each_function():
+    """Yields an eager result of each autograd function of layers."""
+    for make in (cases.linear_case, cases.mlp_case, cases.grouped_case, cases.experts_case):
+        yield make("mxfp8", Options(tokens=32)).forward()[0]
+
+
+def test_compiled_autograd_over_an_eager_forward_is_an_error():
+    for y in calls_of_each_function():
+        with (
+            compiled_autograd._enable(torch.compile(backend="aot_eager")),
+            pytest.raises(NotImplementedError, match="expected a compiled forward under compiled"),
+        ):
+            y.sum().backward()
+
+
+def test_compiled_autograd_over_a_compiled_forward_gives_eager_gradients():
+    layer, x = mf.Linear(K, N, recipe="mxfp8"), data()[0].detach()
+    layer(x).sum().backward()
+    want, layer.weight.grad = layer.weight.grad, None
+    y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
+    with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+        y.sum().backward()
+    assert torch.equal(layer.weight.grad, want)
 
 
 # ---- forward mode --------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ struct GroupedMlpFunction : torch::autograd::Function<GroupedMlpFunction> {
     const auto capsule = ctx->saved_data["state"].toCapsule();
     const auto& state = *static_cast<const Capsule*>(capsule.get());
     const ExpertNeeds& needs = state.needs;
-    const variable_list saved = state.again.saved_tensors(kGroupedMlp, *ctx);
+    const variable_list saved = state.again.saved_tensors(kGroupedMlp, *ctx, grads);
     const std::size_t count = needs.matrices.size(), biases = needs.biases.size();
     auto next = saved.begin() + 6;
     const auto take = [&](std::size_t n) {
@@ -129,6 +129,18 @@ struct GroupedMlpFunction : torch::autograd::Function<GroupedMlpFunction> {
                                   grads, std::move(out));
   }
 };
+
+}  // namespace
+}  // namespace minifloat
+
+template <>
+void torch::autograd::CppNode<minifloat::GroupedMlpFunction>::compiled_args(
+    torch::dynamo::autograd::CompiledNodeArgs&) const {
+  minifloat::torch_ops::refuse_compiled_autograd(minifloat::torch_ops::kGroupedMlp);
+}
+
+namespace minifloat {
+namespace {
 
 // ---- Differentiable ops -------------------------------------------------------------------------
 // A tensor that is whole on each rank; its gradient is the sum of the ranks' gradients.

@@ -315,7 +315,7 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto capsule = ctx->saved_data["state"].toCapsule();
     const GroupedState& s = static_cast<const Capsule*>(capsule.get())->value;
-    const variable_list saved = s.again.saved_tensors(kGroupedMm, *ctx);
+    const variable_list saved = s.again.saved_tensors(kGroupedMm, *ctx, grads);
     variable_list gradients = first_derivatives(s, saved, grads[0]);
     if (!at::GradMode::is_enabled()) return gradients;
     const auto node = torch::autograd::get_current_node();
@@ -353,7 +353,15 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
 };
 
 }  // namespace
+}  // namespace minifloat
 
+template <>
+void torch::autograd::CppNode<minifloat::GroupedFunction>::compiled_args(
+    torch::dynamo::autograd::CompiledNodeArgs&) const {
+  minifloat::torch_ops::refuse_compiled_autograd(minifloat::torch_ops::kGroupedMm);
+}
+
+namespace minifloat {
 namespace torch_ops {
 
 Tensor multiply_groups(const Tensor& a, const Tensor& b, const Tensor& offs,

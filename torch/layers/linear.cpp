@@ -124,7 +124,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto capsule = ctx->saved_data["state"].toCapsule();
     const BackwardState& r = static_cast<const Capsule*>(capsule.get())->value;
-    const variable_list saved = r.again.saved_tensors("linear", *ctx);
+    const variable_list saved = r.again.saved_tensors("linear", *ctx, grads);
     variable_list gradients = first_derivatives(r, saved, grads);
     if (!at::GradMode::is_enabled()) return gradients;
     const auto node = torch::autograd::get_current_node();
@@ -204,6 +204,18 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     return out;
   }
 };
+
+}  // namespace
+}  // namespace minifloat
+
+template <>
+void torch::autograd::CppNode<minifloat::LinearFunction>::compiled_args(
+    torch::dynamo::autograd::CompiledNodeArgs&) const {
+  minifloat::torch_ops::refuse_compiled_autograd("linear");
+}
+
+namespace minifloat {
+namespace {
 
 std::vector<Tensor> linear_group_kernel(const LayerCall& call) {
   const Tensor& x = call.x;

@@ -109,7 +109,7 @@ struct MlpFunction : torch::autograd::Function<MlpFunction> {
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto capsule = ctx->saved_data["state"].toCapsule();
     const MlpState& r = static_cast<const Capsule*>(capsule.get())->value;
-    const variable_list saved = r.again.saved_tensors(kMlp, *ctx);
+    const variable_list saved = r.again.saved_tensors(kMlp, *ctx, grads);
     const auto inputs = static_cast<std::size_t>(ctx->saved_data["inputs"].toInt());
     variable_list gradients(1 + inputs);
     if (grads[0].defined()) {
@@ -122,6 +122,18 @@ struct MlpFunction : torch::autograd::Function<MlpFunction> {
     return refuse_double_backward(kMlp, r.inputs.recipe.text, *node, grads, std::move(gradients));
   }
 };
+
+}  // namespace
+}  // namespace minifloat
+
+template <>
+void torch::autograd::CppNode<minifloat::MlpFunction>::compiled_args(
+    torch::dynamo::autograd::CompiledNodeArgs&) const {
+  minifloat::torch_ops::refuse_compiled_autograd(minifloat::torch_ops::kMlp);
+}
+
+namespace minifloat {
+namespace {
 
 // Requires weights (I, K), (I, K) and (N, I), or (I, K) and (N, I), and an activation.
 void check_mlp(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepared) {

@@ -30,10 +30,11 @@ class ReadAgain {
   void add_weight_operands(at::TensorList operands);
 
   // Returns the tensors that the forward pass saved, in the backward pass.
-  // Raises RuntimeError where a tensor was written to since, and ValueError where the memory of
-  // saved indices is freed: casts do not check that of indices.   op: for errors
-  std::vector<Tensor> saved_tensors(const char* op,
-                                    torch::autograd::AutogradContext& context) const;
+  // Raises RuntimeError where a tensor was written to since, ValueError where the memory of saved
+  // indices is freed, which casts do not check, and NotImplementedError for a batch of gradients.
+  //   op: for errors; grads: those that backward gets
+  std::vector<Tensor> saved_tensors(const char* op, torch::autograd::AutogradContext& context,
+                                    const std::vector<Tensor>& grads) const;
 
  private:
   struct Read {
@@ -45,5 +46,9 @@ class ReadAgain {
 
   c10::SmallVector<Read, 2> reads_;
 };
+
+// Raises NotImplementedError where compiled autograd traces the backward pass of an eager layer:
+// torch cannot make its state, which is no tensor, an input of the compiled code.
+[[noreturn]] void refuse_compiled_autograd(const char* op);
 
 }  // namespace minifloat::torch_ops

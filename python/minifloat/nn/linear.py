@@ -146,7 +146,7 @@ class Linear(RecipeState, nn.Linear):
             if cache is not None and torch._C._get_tracing_state() is None:  # else a constant
                 cache.notice_capture(input)
                 given |= {"weight_cache": cache.id, "training": self.training}
-            if self.shared_input is not None:
+            if self.shared_input is not None and not torch._C._are_functorch_transforms_active():
                 columnwise = torch.is_grad_enabled() and weight.requires_grad
                 given["x_operands"] = self.shared_input.operands(
                     input, recipe.text, columnwise, conditions_of(input)
