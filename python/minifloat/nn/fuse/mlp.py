@@ -5,7 +5,8 @@ do modules that mf.quantize_(…, fuse=True) has converted to a class derived fr
 (nn/fuse/find_mlps.py): object, parameters, hooks and state-dict keys stay.
 
 Where the op would not compute what the layers do, forward calls them one by one; `can_be_one_op`
-lists these cases. The bits differ by the activation alone, which the op rounds once.
+lists these cases. The bits differ by the activation alone, which the op rounds once. The forward
+of a converted module's own class is called then: so it computes what that class says now.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,18 +25,20 @@ from ..._native import ops
 from ...checks import require_bool, require_int, require_one_of
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..accumulation import weight_sums
-from ..convert.fast_paths import prevent_fast_path
-from ..linear import Linear, rebased, weight_operands
-from ..state.random_state import AdvanceRng
+from ..linear import Linear, parameter_of, rebased, weight_operands
+from .reads import HOOKS, NOTHING, Reads, has_hooks, hook_of, is_unchanged
+from .trace import trace
 
-TENSORS = (Tensor, nn.Parameter)
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+TENSORS = (nn.Parameter, Tensor)
 VALUE_DTYPES = (torch.float32, torch.bfloat16)  # of the op's x
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by the op's names
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_ALL_MODULES = tuple("_global" + name for name in HOOKS)  # attributes of torch's module
 
 
@@ -90,6 +93,7 @@ class MLP(nn.Module):
     """
 
     mlp_parts: Parts | None = None
+    mlp_reads: Reads | None = None  # of the trace; None: the layers are called one by one
     class_before: type[nn.Module] | None = None  # of a module that convert_mlps has made one
 
     def __init__(
@@ -131,6 +135,27 @@ class MLP(nn.Module):
         return self.down(activation(h) if parts.gate is None else activation(self.gate(x)) * h)
 
 
+def trace_mlp(module: nn.Module, layers: dict[str, Linear]) -> tuple[Parts, Reads]:
+    """Returns the parts of a module's feed-forward, and what its forward reads.
+
+    Raises:
+        ValueError: the module is none.
+    """
+    for name, layer in layers.items():
+        if hook := hook_of(layer):
+            raise ValueError(f"{name} has a {hook}")
+    before = module.class_before if isinstance(module, MLP) else type(module)
+    if before is None:  # built as an MLP, whose parts are what it computes
+        parts = cast(Parts, module.mlp_parts)
+        if set(parts.layers) != set(layers):
+            raise ValueError(f"its linear layers are not {', '.join(parts.layers)}")
+        return parts, NOTHING
+    graph, reads = trace(module, before, layers, VALUE_DTYPES)
+    gate = graph.layers[0] if len(graph.layers) == 3 else None
+    up, down = graph.layers[-2:]
+    return Parts(gate, up, down, graph.activation), reads
+
+
 # ---- modules of other classes --------------------------------------------------------------------
 
 CLASSES: dict[type, type[MLP]] = {}  # one for all blocks of a model, which share a compiled graph
@@ -139,14 +164,36 @@ CLASSES: dict[type, type[MLP]] = {}  # one for all blocks of a model, which shar
 def mlp_class(before: type) -> type[MLP]:
     """Returns a class whose modules are an MLP, and of the class that they had before."""
 
+    def layer_by_layer(self: MLP, *args: Any, **kwargs: Any) -> Any:
+        return cast(Any, super(MLP, self)).forward(*args, **kwargs)
+
     def reduce(self: MLP, protocol: Any) -> Any:
         made = nn.Module.__reduce_ex__(self, max(2, protocol))
-        return (new_mlp, (before,), *made[2:]) if type(self) is CLASSES[before] else made
+        function, args, state, *rest = cast(tuple[Any, ...], made)
+        if isinstance(state, dict):  # a copy reads other objects, and is traced again
+            state = {k: v for k, v in state.items() if k != "mlp_reads"}
+        if type(self) is CLASSES[before]:
+            function, args = new_mlp, (before,)
+        return (function, args, state, *rest)
+
+    def setstate(self: MLP, state: Any) -> None:
+        cast(Any, super(MLP, self)).__setstate__(state)
+        parts = self.mlp_parts
+        if parts is None:
+            return
+        layers = {n: m for n in parts.layers if is_layer(m := self._modules.get(n))}
+        try:
+            found, reads = trace_mlp(self, layers)
+        except ValueError:
+            return
+        if found == parts._replace(recipe=""):
+            self.mlp_reads = reads
 
     if before not in CLASSES:
         members = {n: getattr(before, n) for n in ("__module__", "__qualname__", "__doc__")}
         members |= {"__init__": before.__init__, "__reduce_ex__": reduce}  # type: ignore[misc]
-        members |= {"_layer_by_layer": cast(Any, before).forward, "class_before": before}
+        members |= {"_layer_by_layer": layer_by_layer, "class_before": before}
+        members |= {"__setstate__": setstate}
         bases = (MLP, before)
         CLASSES[before] = types.new_class(before.__name__, bases, {}, lambda d: d.update(members))
     return CLASSES[before]
@@ -161,6 +208,7 @@ def new_mlp(before: type) -> MLP:
 def restore_mlp(module: MLP) -> None:
     """Undoes convert_mlps in place; an MLP that the user has built stays one."""
     before = module.class_before
+    module.__dict__.pop("mlp_reads", None)
     if before is not None:
         del module.mlp_parts
         module.__class__ = rebased(type(module), CLASSES[before], before)
@@ -169,56 +217,58 @@ def restore_mlp(module: MLP) -> None:
 # ---- the op --------------------------------------------------------------------------------------
 
 
-def has_other_hooks(module: nn.Module) -> bool:
-    """Tells whether hooks of others than this package see the module's input or output.
-
-    So do hooks of all modules, as torch.nn.modules.module.register_module_forward_hook has them.
-    """
-    if any(getattr(torch_module, name) for name in OF_ALL_MODULES):
-        return True
-    for name in HOOKS:
-        for hook in getattr(module, name).values():
-            owner = getattr(hook, "__self__", hook)
-            if hook is not prevent_fast_path and not isinstance(owner, AdvanceRng):
-                return True
-    return False
-
-
 def can_be_one_op(module: MLP, x: Any) -> bool:
     """Tells whether the op computes what the module's layers do of this input.
 
-    Not where they are converted under other recipes, or replaced; where hooks see what they return;
-    where a weight is a DTensor, or one is codes and another is not; under autocast; of meta and
-    nested tensors; and where dtypes or devices differ.
+    Not where they are converted under other recipes, or replaced; where what the module's own
+    forward reads has changed; where hooks see what its parts return; where a weight is a DTensor,
+    or one is codes and another is not; under autocast; of meta and nested tensors; and where dtypes
+    or devices differ.
     """
-    parts = module.mlp_parts
-    if parts is None or not parts.recipe:
+    parts, reads = module.mlp_parts, module.mlp_reads
+    if parts is None or reads is None or not parts.recipe:
         return False
-    if type(x) not in TENSORS or x.dtype not in VALUE_DTYPES:
+    if type(x) not in TENSORS or (dtype := x.dtype) not in VALUE_DTYPES:
         return False
-    if x.is_nested or x.layout != torch.strided or x.device.type == "meta":
+    device = x.device
+    if x.is_nested or x.layout is not torch.strided or device.type == "meta":
         return False
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled(device.type):
         return False
-    if any(has_other_hooks(child) for child in module.children()):
+    if any([getattr(torch_module, name) for name in OF_ALL_MODULES]):
         return False
-    layers = [getattr(module, name) for name in parts.layers]
-    for layer in layers:
-        if not isinstance(layer, Linear) or "forward" in layer.__dict__:
+    if not is_unchanged(reads, module):
+        return False
+    modules, first = module._modules, None
+    for name in parts.layers:
+        layer = modules.get(name)
+        if not is_layer(layer) or layer.recipe.text != parts.recipe or has_hooks(layer):
             return False
-        if layer.recipe.text != parts.recipe or layer.accumulate != layers[0].accumulate:
+        weight, bias = parameter_of(layer, "weight"), parameter_of(layer, "bias")
+        are_codes = type(weight) not in TENSORS
+        if are_codes and not isinstance(weight, QuantizedTensor):
             return False
-        weight, bias = layer.weight, layer.bias
-        is_codes = isinstance(weight, QuantizedTensor)
-        if is_codes != isinstance(layers[0].weight, QuantizedTensor):
+        if weight.dtype is not dtype or weight.device != device:
             return False
-        if not is_codes and type(weight) not in TENSORS:
+        if bias is not None and (type(bias) not in TENSORS or bias.dtype != dtype):
             return False
-        if (weight.dtype, weight.device) != (x.dtype, x.device):
+        of_layer = layer.accumulate, are_codes
+        if first is not None and first != of_layer:
             return False
-        if bias is not None and (type(bias) not in TENSORS or bias.dtype != x.dtype):
-            return False
+        first = of_layer
     return True
+
+
+def is_layer(layer: Any) -> TypeGuard[Linear]:
+    """Tells whether a module is a linear layer whose forward is this package's."""
+    cls = type(layer)
+    if cls is not Linear and not (
+        issubclass(cls, Linear)  # as fully_shard and parametrize derive one
+        and cls.forward is Linear.forward
+        and cls.__call__ is Linear.__call__
+    ):
+        return False
+    return "forward" not in layer.__dict__
 
 
 def one_op(module: MLP, x: Tensor) -> Tensor:

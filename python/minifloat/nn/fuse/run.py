@@ -1,0 +1,376 @@
+"""One run of a forward on stand-ins: what reading, calling and iterating do there."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .reads import MISSING, Reads, hook_of
+from .symbols import (
+    FUNCTIONS,
+    Named,
+    Symbol,
+    apply_layer,
+    call_text,
+    fields_of,
+    refuse,
+    refuse_node,
+    text_of,
+)
+from .views import (
+    CONSTANTS,
+    Globals,
+    Super,
+    Unknown,
+    View,
+    contents_of,
+    found_in,
+    handles_exceptions,
+    is_a,
+    name_of,
+    value_of,
+)
+
+OWN_OF_TORCH = "torch.nn.modules."  # code of torch that is traced into
+STATE = ("_parameters", "_buffers")  # of nn.Module
+
+
+class Run:
+    """One run of a forward.
+
+    Args:
+        module: whose forward it is.
+        cls: its class, without mf.MLP.
+        layers: its linear layers by name.
+        modes: id of a module -> the value of `training` that it has in this run.
+    """
+
+    dtype: torch.dtype  # of x
+
+    def __init__(
+        self, module: nn.Module, cls: type, layers: dict[str, Any], modes: dict[int, bool]
+    ) -> None:
+        self.module, self.cls, self.layers, self.modes = module, cls, layers, modes
+        self.names = {id(layer): name for name, layer in layers.items()}
+        self.called_layers: list[str] = []
+        self.called: dict[int, nn.Module] = {}
+        self.new_modes: list[int] = []
+        self.views: dict[int, View] = {}
+        self.scopes: dict[int, Globals] = {}
+        self.noted: dict[str, dict[tuple[int, Any], tuple[Any, Any, Any]]] = {
+            kind: {} for kind in ("own", "children", "entries", "attributes", "keys")
+        }
+
+    def start(self, x: Symbol) -> Any:
+        """Calls the forward of the module."""
+        self.dtype = fields_of(x).dtype
+        forward = found_in(self.cls, "forward")
+        if type(forward) is not types.FunctionType:
+            refuse("is no Python function")
+        self.note("attributes", self.cls, "forward", forward)
+        return self.function(forward, "forward", (self.wrap(self.module, "self"), x), {})
+
+    def end(self) -> None:
+        """Drops the stand-ins, which refer to the run, so that no cycle keeps parameters."""
+        self.views.clear()
+        self.scopes.clear()
+
+    def other_modes(self) -> Iterator[dict[int, bool]]:
+        """Returns the combinations of `training` that this run has found and not taken."""
+        modes = dict(self.modes)
+        for found in self.new_modes:
+            yield {**modes, found: False}
+            modes[found] = True
+
+    # ---- what was read ---------------------------------------------------------------------------
+
+    def note(self, kind: str, where: Any, name: Any, value: Any) -> None:
+        """Records what a later call compares."""
+        self.noted[kind].setdefault((id(where), name), (where, name, value))
+
+    def note_instance(self, module: Any, name: str, value: Any) -> None:
+        """Records a value of an object's __dict__, MISSING where it has none."""
+        if module is self.module:
+            self.note("own", None, name, value)
+        else:
+            self.note("entries", module.__dict__, name, value)
+
+    def note_item(self, items: dict[Any, Any], key: Any) -> Any:
+        """Records an item of a dict, or a submodule, but for the layers, which calls compare."""
+        value = items[key]
+        if items is not self.module._modules:
+            self.note("entries", items, key, value)
+        elif id(value) not in self.names:
+            self.note("children", None, key, value)
+        return value
+
+    def note_items(self, items: dict[Any, Any], text: str) -> list[tuple[Any, Any]]:
+        """Records all items of a dict; returns them with stand-ins of the values."""
+        own = items is self.module._modules
+        self.note("keys", None if own else items, "", tuple(items))
+        return [(key, self.wrap(self.note_item(items, key), f"{text}[{key!r}]")) for key in items]
+
+    def reads(self) -> Reads:
+        """Returns what the run has read."""
+        noted = {kind: tuple(rows.values()) for kind, rows in self.noted.items()}
+        return Reads(
+            own=tuple(row[1:] for row in noted["own"]),
+            children=tuple(row[1:] for row in noted["children"]),
+            entries=noted["entries"],
+            attributes=noted["attributes"],
+            keys=tuple((where, keys) for where, _, keys in noted["keys"]),
+            called=tuple(self.called.values()),
+        )
+
+    # ---- attributes ------------------------------------------------------------------------------
+
+    def wrap(self, value: Any, text: str) -> Any:
+        """Returns a value's stand-in."""
+        if type(value) in CONSTANTS or is_a(value, Named):
+            return value
+        if type(value) is tuple:
+            return tuple(self.wrap(item, f"{text}[{i}]") for i, item in enumerate(value))
+        if id(value) not in self.views:
+            self.views[id(value)] = View(self, value, text)
+        return self.views[id(value)]
+
+    def unknown(self, text: str) -> View:
+        """Returns a stand-in that ends the run when it is used."""
+        return View(self, Unknown(), text)
+
+    def attribute(self, value: Any, name: str, path: str) -> Any:
+        """Reads an attribute."""
+        if (id(value) in self.names and name != "weight") or (name[:2] == name[-2:] == "__"):
+            refuse(f"reads {path}")
+        if is_a(value, Tensor):  # a layer's weight: on any device, codes, or a shard
+            if name == "dtype":
+                return self.dtype
+            return self.unknown(path) if hasattr(Tensor, name) else refuse(f"reads {path}")
+        if is_a(value, types.ModuleType):
+            if name not in value.__dict__:
+                refuse(f"reads {path}")
+            self.note("attributes", value, name, value.__dict__[name])
+            return self.wrap(value.__dict__[name], path)
+        if is_a(value, dict) and name in ("values", "items", "keys"):
+            return functools.partial(self.iterate, value, name, path)
+        if is_a(value, (dict, list, set)):
+            return self.unknown(path) if hasattr(type(value), name) else refuse(f"reads {path}")
+        if is_a(value, Super):
+            return self.attribute_of_super(value, name, path)
+        if is_a(value, type):
+            raw = found_in(value, name)
+            if type(raw) is not types.FunctionType and hasattr(type(raw), "__get__"):
+                return self.unknown(path)
+            self.note("attributes", value, name, raw)
+            return refuse(f"reads {path}") if raw is MISSING else self.wrap(raw, path)
+        return self.attribute_of_object(value, name, path)
+
+    def attribute_of_super(self, value: Super, name: str, path: str) -> Any:
+        classes = self.class_of(value.module).__mro__
+        for cls in classes[classes.index(value.cls) + 1 :]:
+            raw = cls.__dict__.get(name, MISSING)
+            self.note("entries", cls.__dict__, name, raw)
+            if raw is not MISSING:
+                return self.member(raw, value.module, path)
+        raise AttributeError(name)
+
+    def attribute_of_object(self, value: Any, name: str, path: str) -> Any:
+        """Reads an attribute as object.__getattribute__ and nn.Module.__getattr__ do."""
+        cls, is_module = self.class_of(value), is_a(value, nn.Module)
+        if found_in(cls, "__getattribute__") is not object.__getattribute__:
+            refuse(f"reads {path}")
+        if is_module and name == "training":
+            if id(value) not in self.modes and id(value) not in self.new_modes:
+                self.new_modes.append(id(value))
+            return self.modes.get(id(value), True)
+        if is_module and name == "_modules":
+            return self.wrap(value._modules, path)
+        raw = found_in(cls, name)
+        if type(raw) is property and type(raw.fget) is types.FunctionType:
+            self.note("attributes", cls, name, raw)
+            return self.function(raw.fget, path, (self.wrap(value, "self"),), {})
+        if hasattr(type(raw), "__set__") or not hasattr(value, "__dict__"):
+            refuse(f"reads {path}")
+        own = value.__dict__.get(name, MISSING)
+        self.note_instance(value, name, own)
+        if own is not MISSING:
+            return refuse(f"reads {path}") if name in STATE else self.wrap(own, path)
+        if raw is not MISSING:
+            self.note("attributes", cls, name, raw.__func__ if is_a(raw, staticmethod) else raw)
+            return self.member(raw, value, path)
+        if getattr(cls, "__getattr__", None) not in (None, nn.Module.__getattr__):
+            refuse(f"reads {path}, which __getattr__ of {cls.__name__} decides")
+        if is_module and name in value._modules:
+            return self.wrap(self.note_item(value._modules, name), path)
+        if is_module and (name in value._parameters or name in value._buffers):
+            if id(value) not in self.names:
+                refuse(f"reads the {'parameter' if name in value._parameters else 'buffer'} {path}")
+            return self.wrap(value._parameters[name], path)
+        self.note("attributes", cls, name, MISSING)
+        raise AttributeError(f"{path} does not exist")
+
+    def class_of(self, value: Any) -> type:
+        """Returns a value's class, without mf.MLP."""
+        return self.cls if value is self.module else type(value)
+
+    def member(self, raw: Any, value: Any, path: str) -> Any:
+        """Returns what a class's member is for an instance."""
+        if type(raw) is types.FunctionType:
+            return self.wrap(types.MethodType(raw, value), path)
+        if type(raw) is staticmethod:
+            return self.wrap(raw.__func__, path)
+        return self.unknown(path) if hasattr(type(raw), "__get__") else self.wrap(raw, path)
+
+    def iterate(self, items: dict[Any, Any], how: str, path: str) -> Iterator[Any]:
+        """Iterates over a dict by its method `how`."""
+        for key, value in self.note_items(items, path.rpartition(".")[0]):
+            yield {"keys": key, "values": value, "items": (key, value)}[how]
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def call(self, value: Any, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls what a View stands for."""
+        if id(value) in self.names:
+            self.called_layers.append(self.names[id(value)])
+            return apply_layer(self.names[id(value)], args, kwargs)
+        if id(value) in FUNCTIONS:
+            return FUNCTIONS[id(value)][1](*args, **kwargs)
+        if is_a(value, nn.Module):
+            return self.call_module(value, text, args, kwargs)
+        if type(value) is types.FunctionType:
+            return self.function(value, text, args, kwargs)
+        if type(value) is functools.partial:
+            given = self.wrap((value.args, tuple(value.keywords.values())), text)
+            merged = {**dict(zip(value.keywords, given[1])), **kwargs}
+            return self.call(value.func, name_of(value.func), (*given[0], *args), merged)
+        if type(value) is types.MethodType and type(value.__func__) is types.FunctionType:
+            return self.function(
+                value.__func__, text, (self.wrap(value.__self__, "self"), *args), kwargs
+            )
+        call = found_in(type(value), "__call__")
+        if type(call) is types.FunctionType:
+            self.note("attributes", type(value), "__call__", call)
+            return self.function(call, text, (self.wrap(value, text), *args), kwargs)
+        return refuse_node(call_text(text, args, kwargs))
+
+    def call_module(
+        self, module: nn.Module, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls a submodule as nn.Module.__call__ does."""
+        cls = type(module)
+        if cls.__call__ is not nn.Module.__call__:
+            refuse(f"calls {text}, whose class has a __call__ of its own")
+        if hook := hook_of(module):
+            refuse(f"calls {text}, which has a {hook}")
+        self.called[id(module)] = module
+        self.note("attributes", module, "__class__", cls)
+        own = module.__dict__.get("forward", MISSING)
+        self.note_instance(module, "forward", own)
+        if own is not MISSING:
+            return self.call(own, text, args, kwargs)
+        forward = found_in(cls, "forward")
+        if type(forward) is not types.FunctionType:
+            refuse(f"calls {text}, whose forward is no Python function")
+        self.note("attributes", cls, "forward", forward)
+        return self.function(forward, text, (self.wrap(module, text), *args), kwargs)
+
+    def function(
+        self, function: types.FunctionType, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs a copy of a function on stand-ins."""
+        scope = function.__globals__
+        module = f"{scope.get('__name__')}."
+        if module.startswith("torch.") and not module.startswith(OWN_OF_TORCH):
+            own = function.__code__.co_name  # of a decorator, where the function has another name
+            refuse_node(call_text(text if function.__name__ == own else own, args, kwargs))
+        if handles_exceptions(function.__code__):
+            refuse(f"runs {function.__qualname__}, which handles exceptions")
+        self.note("attributes", function, "__code__", function.__code__)
+        if id(scope) not in self.scopes:
+            self.scopes[id(scope)] = Globals(self, scope)
+        names = function.__code__.co_freevars
+        cells = [self.cell(name, cell) for name, cell in zip(names, function.__closure__ or ())]
+        before = [contents_of(cell) for cell in cells]
+        copy = types.FunctionType(
+            function.__code__,
+            self.scopes[id(scope)],
+            function.__name__,
+            self.wrap(function.__defaults__, text),
+            tuple(cells),
+        )
+        copy.__kwdefaults__ = {
+            k: self.wrap(v, k) for k, v in (function.__kwdefaults__ or {}).items()
+        }
+        result = copy(*args, **kwargs)
+        for name in self.scopes[id(scope)]:
+            if name != "__builtins__":
+                refuse(f"writes the global {name}")
+        for name, cell, content in zip(names, cells, before):
+            if contents_of(cell) is not content:
+                refuse(f"writes {name} of an enclosing function")
+        return result
+
+    def cell(self, name: str, cell: types.CellType) -> types.CellType:
+        """Returns a copy of a variable that an enclosing function has."""
+        content = contents_of(cell)
+        if content is MISSING:
+            return types.CellType()
+        if name != "__class__":
+            self.note("attributes", cell, "cell_contents", content)
+        return types.CellType(self.wrap(content, name))
+
+    def special(self, view: View, name: str, *args: Any) -> Any:
+        """Calls a method of Python's syntax: __iter__, __len__ or __getitem__."""
+        value, text = value_of(view), text_of(view)
+        method = found_in(type(value), name)
+        if is_a(value, nn.Module) and type(method) is types.FunctionType:
+            self.note("attributes", type(value), name, method)
+            return self.function(method, text, (view, *args), {})
+        if not is_a(value, dict) or method is not dict.__dict__.get(name):
+            refuse(f"reads the items of {text}")
+        if name == "__getitem__":
+            if args[0] not in value:
+                raise KeyError(args[0])
+            return self.wrap(self.note_item(value, args[0]), f"{text}[{args[0]!r}]")
+        items = self.note_items(value, text)
+        return len(items) if name == "__len__" else iter([key for key, _ in items])
+
+    def is_instance(self, value: Any, classes: Any) -> bool:
+        """isinstance of stand-ins."""
+        if type(classes) is tuple:
+            return any([self.is_instance(value, cls) for cls in classes])
+        cls, real = value_of(classes), value_of(value)
+        of_type = found_in(type(cls), "__instancecheck__") is type.__dict__["__instancecheck__"]
+        if not (is_a(cls, type) and of_type) and cls is not Tensor:
+            refuse(f"asks isinstance of {text_of(classes)}")
+        if type(real) is Symbol or is_a(real, Tensor):
+            if issubclass(cls, Tensor) and cls is not Tensor:
+                refuse(f"asks isinstance of {text_of(classes)}")
+            return issubclass(Tensor, cls)
+        if type(value) is View and is_a(real, nn.Module):
+            self.note("attributes", real, "__class__", type(real))
+        return issubclass(type(real), cls)
+
+    def super_of(self, cls: Any = None, module: Any = None) -> View:
+        """super() of a method, or with its two arguments."""
+        if cls is None:
+            caller = sys._getframe(1)
+            cls = caller.f_locals["__class__"]
+            module = caller.f_locals[caller.f_code.co_varnames[0]]
+        return View(self, Super(value_of(cls), value_of(module)), "super()")
+
+
+def merge(a: Reads, b: Reads) -> Reads:
+    """Returns what either has, once."""
+
+    def once(rows: tuple[Any, ...]) -> tuple[Any, ...]:
+        return tuple({tuple(map(id, row)): row for row in rows}.values())
+
+    *rows, called = (x + y for x, y in zip(a, b))
+    return Reads._make([*map(once, rows), tuple({id(m): m for m in called}.values())])
