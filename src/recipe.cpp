@@ -172,7 +172,7 @@ RecipeMap RecipeMap::parse(std::string_view text) {
     const Slice part = entry.trimmed();
     if (part.text().find(':') == std::string_view::npos)
       part.fail("expected 'glob: recipe', found '", part.text(), "'");
-    const auto [glob, recipe] = part.cut(":");
+    const auto [glob, recipe] = part.cut_at_last(":");  // a name may have one, a recipe has none
     if (glob.trimmed().empty()) part.fail("expected a glob of module names before ':'");
     map.entries.emplace_back(glob.trimmed().text(), parse_recipe(recipe));
   }

@@ -40,6 +40,11 @@ struct Slice {
     if (at == std::string_view::npos) return {*this, {whole, end, end}};
     return {{whole, begin, begin + at}, {whole, begin + at + separator.size(), end}};
   }
+  // Cuts at the last `separator`, which there is.
+  std::pair<Slice, Slice> cut_at_last(std::string_view separator) const {
+    const std::size_t at = text().rfind(separator);
+    return {{whole, begin, begin + at}, {whole, begin + at + separator.size(), end}};
+  }
   std::vector<Slice> split(std::string_view separator) const {
     std::vector<Slice> parts;
     Slice rest = *this;

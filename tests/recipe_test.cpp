@@ -76,6 +76,14 @@ TEST(RecipeMap, NamesThatNoGlobMatchesHaveNone) {
   EXPECT_EQ(RecipeMap::parse("mxfp8").str(), "mxfp8");
 }
 
+TEST(RecipeMap, NamesMayHaveColons) {
+  const RecipeMap map = RecipeMap::parse("*: nvfp4; towers.en:de.*: bf16; *:head: mxfp8");
+  EXPECT_EQ(map.find("towers.en:de.up")->str(), "bf16");
+  EXPECT_EQ(map.find("towers.en:fr.up")->str(), "nvfp4");
+  EXPECT_EQ(map.find("en:head")->str(), "mxfp8");
+  EXPECT_EQ(RecipeMap::parse(map.str()), map);
+}
+
 TEST(RecipeMap, ErrorsPoint) {
   EXPECT_NE(error_of<RecipeMap>("*: nvfp4; layers").find("position 10: expected 'glob: recipe'"),
             std::string::npos);

@@ -75,6 +75,18 @@ def test_random_bits_are_those_of_the_cast():
     assert a != b
 
 
+@pytest.mark.parametrize("columnwise", [False, True])
+def test_random_bits_of_a_batch_are_those_of_the_cast(columnwise):
+    """Matrices of equal values draw different bits, by their place in the batch."""
+    x = torch.randn(48, 80).expand(3, 48, 80).contiguous()
+    for spec in ("mxfp4+sr", "nvfp4+sr", "e4m3/row+sr"):
+        values = mf.fake_quantize(x, spec, columnwise=columnwise, seed=5, stream=6)
+        assert not torch.equal(values[0], values[1]), spec
+        error = (values - x).double().square().sum() / x.double().square().sum()
+        (row,) = mf.errors(x, spec, columnwise=columnwise, seed=5, stream=6).rows
+        assert row.snr_db == pytest.approx(-10 * math.log10(error), abs=1e-5), spec
+
+
 def test_exact_values_and_values_that_are_not_finite():
     same = mf.Rule(lambda blocks: blocks, (1, 16))
     x = torch.ones(4, 32)

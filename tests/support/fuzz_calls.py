@@ -207,6 +207,7 @@ def _operand_statistics(rng: Random, arena: Arena) -> Call:
     if "nvfp4" in spec or "tensor" in spec:
         args["amax"] = [arena.place(torch.ones(())) for _ in x]
     args["rng"] = arena.place(torch.tensor([1, 2, 3]))
+    args["batch_index"] = rng.choice((0, 0, 3, -1, 2**40))
     return op_call("operand_statistics", **args, stream=rng.randrange(100))
 
 

@@ -16,6 +16,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <string>
 #include <utility>
 #include <vector>
@@ -161,7 +162,7 @@ constexpr const char* kOperandStatistics = "operand_statistics";
 
 Tensor statistics_meta(at::TensorList x, const std::string& text, bool,
                        const std::optional<at::TensorList>& amax, const std::optional<Tensor>& rng,
-                       std::int64_t) {
+                       std::int64_t, std::int64_t batch_index) {
   TORCH_CHECK_VALUE(!x.empty(), kOperandStatistics, ": expected matrices x, got none");
   for (const Tensor& t : x) {
     bridge::check_values(kOperandStatistics, t);
@@ -181,6 +182,8 @@ Tensor statistics_meta(at::TensorList x, const std::string& text, bool,
     for (const Tensor& t : *amax) bridge::check_same_device(kOperandStatistics, "amax", t, x[0]);
   }
   if (rng) bridge::check_rng(kOperandStatistics, *rng, x[0]);
+  TORCH_CHECK_VALUE(batch_index >= 0 && batch_index <= INT32_MAX, kOperandStatistics,
+                    ": expected batch_index from 0 to ", INT32_MAX, ", got ", batch_index);
   return at::empty({static_cast<std::int64_t>(x.size()), kNumbers + kExponents},
                    x[0].options().dtype(at::kDouble));
 }
@@ -193,9 +196,12 @@ struct Casts {
 
 Casts cast_each(at::TensorList x, const Spec& spec, bool columnwise,
                 const std::optional<at::TensorList>& amax, const std::optional<Tensor>& rng,
-                std::int64_t stream) {
+                std::int64_t stream, std::int64_t batch_index) {
   const std::string text = spec.str(), row = columnwise ? "" : text, col = columnwise ? text : "";
   const std::int64_t cols = x[0].size(columnwise ? 0 : 1);
+  const int rows_dim = columnwise ? 1 : 0;  // of x, for the rows of the operand as read
+  std::array<c10::SymInt, 2> origin = {0, 0};
+  origin[rows_dim] = batch_index * x[0].size(rows_dim);
   std::vector<Tensor> y, values, largest, scales;
   for (std::size_t i = 0; i < x.size(); ++i) {
     const std::optional<Tensor> none, given = amax ? std::optional((*amax)[i]) : none;
@@ -203,7 +209,8 @@ Casts cast_each(at::TensorList x, const Spec& spec, bool columnwise,
                                                 .amax_col = columnwise ? given : none,
                                                 .rng = rng,
                                                 .stream_row = stream,
-                                                .stream_col = stream};
+                                                .stream_col = stream,
+                                                .origin = origin};
     const auto both = torch_ops::quantize(x[i], row, col, options);
     torch_ops::QuantizedOperand q = columnwise ? both.second : both.first;
     y.push_back(spec.transform ? transformed(x[i], spec, columnwise, rng, stream)
@@ -219,11 +226,13 @@ Casts cast_each(at::TensorList x, const Spec& spec, bool columnwise,
 
 Tensor statistics_kernel(at::TensorList x, const std::string& text, bool columnwise,
                          const std::optional<at::TensorList>& amax,
-                         const std::optional<Tensor>& rng, std::int64_t stream) {
-  statistics_meta(x, text, columnwise, amax, rng, stream);
+                         const std::optional<Tensor>& rng, std::int64_t stream,
+                         std::int64_t batch_index) {
+  statistics_meta(x, text, columnwise, amax, rng, stream, batch_index);
   const at::AutoDispatchBelowADInplaceOrView below;
   const Spec& spec = bridge::parse_spec(text);
-  const auto [y, values, largest, scales] = cast_each(x, spec, columnwise, amax, rng, stream);
+  const auto [y, values, largest, scales] =
+      cast_each(x, spec, columnwise, amax, rng, stream, batch_index);
   Tensor saturated = y.abs().gt(largest.mul(1 + kRoundings));
   if (spec.rule == ScaleRule::kNvfp4) saturated.logical_and_(largest > 0);  // a scale may be 0
 

@@ -64,9 +64,8 @@ def errors(
             batch are cast one by one, and their numbers are added.
         rules: operand specs, and mf.Rule for rules in Python: one or several.
         columnwise: whether to cast the transpose, with blocks along x's rows.
-        seed, stream: of a spec's random bits, as mf.quantize takes them. Each matrix of a batch has
-            those of one that is cast alone, so under `+sr` other bits than mf.quantize draws for
-            the batch. A mf.Rule draws its own.
+        seed, stream: of a spec's random bits, as mf.quantize takes them: the same bits are drawn. A
+            mf.Rule draws its own.
 
     Returns:
         A row a rule, in their order. x is compared with its value as it is cast: under `+rht` and
@@ -97,19 +96,25 @@ def errors(
     for rule in each:
         name = rule.name if isinstance(rule, Rule) else Spec.parse(rule).text
         matrices = x if x.dim() == 3 else x[None]
-        found = [statistics(matrix, rule, columnwise, seed, stream) for matrix in matrices]
+        found = [
+            statistics(matrix, rule, columnwise, seed, stream, e)
+            for e, matrix in enumerate(matrices)
+        ]
         (numbers,) = statistics_of_all(torch.stack(found).cpu())
         rows.append(operand_row("x", name, numbers))
     return Errors(tuple(rows))
 
 
 @torch.no_grad()
-def statistics(x: Tensor, rule: str | Rule, columnwise: bool, seed: int, stream: int) -> Tensor:
+def statistics(
+    x: Tensor, rule: str | Rule, columnwise: bool, seed: int, stream: int, batch_index: int
+) -> Tensor:
     """Returns the vector of operand_statistics; of a Rule, NaN for what its values do not tell."""
     if isinstance(rule, str):
         spec = Spec.parse(rule)
         rng = torch.tensor([seed, 0], device=x.device) if spec.is_stochastic else None
-        return ops.operand_statistics([x], spec.text, columnwise, rng=rng, stream=stream)[0]
+        random = {"rng": rng, "stream": stream, "batch_index": batch_index}
+        return ops.operand_statistics([x], spec.text, columnwise, **random)[0]
     names = ops.statistic_names()
     found = ops.operand_statistics([x], ANY, columnwise)[0]
     read = (x.mT if columnwise else x).float().contiguous()
