@@ -140,8 +140,8 @@ def results(model, run=None, x=None):
     y.float().square().mean().backward()
     found = {"y": y.detach(), "x": x.grad}
     found |= {name: parameter.grad for name, parameter in model.named_parameters()}
-    histories = {n: b for n, b in model.named_buffers() if n.endswith("amax_history")}
-    return found | {n: b.clone() for n, b in histories.items() if b is not None}
+    histories = {n: t for n, t in mf.training_state(model).items() if n.endswith("amax_history")}
+    return found | histories
 
 
 def without_up_inputs(found):

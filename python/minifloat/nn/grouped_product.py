@@ -131,10 +131,9 @@ class GroupedProduct(RecipeState):
 
     def keep_experts(self, kept: ExpertRange) -> None:
         """Keeps the state of this rank's experts alone."""
-        self.unwrap_buffers()
-        history = self._buffers["amax_history"]
+        history = self.amax_history
         if history is not None and history.shape[1] == kept.experts:
-            self._buffers["amax_history"] = kept.own(history).clone()
+            self.amax_history = kept.own(history).clone()
         self.expert_range = kept
         self._forget()
 
@@ -270,6 +269,7 @@ class HasProducts:
         product = self.__dict__.get("_modules", {}).get(name + PRODUCT)
         if isinstance(product, GroupedProduct):
             adopt_weight(self, product, name, value)
+            product.follow(value)
         super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HasProducts:

@@ -171,6 +171,8 @@ class Linear(RecipeState, nn.Linear):
         super().__setattr__(name, value)
         if name in ("weight", "accumulate"):
             take_gradients(self)
+        if name == "weight":
+            self.follow(value)
 
     def _forget(self) -> None:
         """Drops cached operands, and prepares a cache and hooks for the present parameter."""
@@ -280,8 +282,7 @@ def restore_linear(module: Linear) -> None:
     module.__dict__.pop("weight" + HIGH_PRECISION_INIT, None)
     module.accumulate = ""
     for name in (*RecipeState.__annotations__, *Linear.__annotations__):
-        if name in module.__dict__ or name in module._buffers:
-            delattr(module, name)
+        module.__dict__.pop(name, None)
     enable_fast_path(module)
     cast(nn.Linear, module).__class__ = cast(type[nn.Linear], class_without_recipe(type(module)))
 

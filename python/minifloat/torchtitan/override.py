@@ -26,7 +26,6 @@ from ..nn.convert.quantize import quantize_
 from ..nn.grouped_product import GroupedProduct
 from ..nn.linear import Linear
 from ..nn.state.model_state import step
-from ..nn.state.recipe_state import STATE
 from .shared import Minifloat, keep_training_state, options_of
 
 MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # converted, for mf.step
@@ -37,7 +36,7 @@ class WholeModule(Module):
     """A converted module in torchtitan's protocol: whole on each rank, or cut by FSDP2."""
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Applies torchtitan's sharding, which is none here, to the parameters alone.
+        """Applies torchtitan's sharding, which is none here.
 
         Raises:
             ValueError: tensor or expert parallelism would cut the module.
@@ -48,11 +47,7 @@ class WholeModule(Module):
                 f"torchtitan 0.3.x, got {parallel_dims.tp} and {parallel_dims.ep}; torchtitan "
                 "0.2.x has both"
             )
-        state = {name: self._buffers.pop(name) for name in STATE if name in self._buffers}
-        try:
-            super().parallelize(parallel_dims)
-        finally:
-            self._buffers.update(state)
+        super().parallelize(parallel_dims)
 
 
 class QuantizedLinear(WholeModule, Linear, TitanLinear):

@@ -328,7 +328,7 @@ class Batch:
         if not is_measured and self.exchanged[selection]:
             exchange_amaxes([self], [shards], selection)
             is_measured = True
-        kept = [gather.module()._buffers["amax_history"] for gather in self.gathers]
+        kept = [gather.module().amax_history for gather in self.gathers]
         histories = [s if h is None else h for h, s in zip(kept, shards)]  # not read: any tensor
         found = self.native.cast(shards, histories, selection, weight, is_measured)
         return cast(list[list[Tensor]], found)

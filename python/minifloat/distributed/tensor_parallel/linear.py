@@ -245,8 +245,6 @@ def shard_operands(
 def module_linear(layer: Linear, x: Tensor) -> Tensor:
     """Computes the forward of an mf.Linear whose weight is a DTensor."""
     weight, is_compiling = cast(DTensor, layer.weight), torch.compiler.is_compiling()
-    if not is_compiling:
-        layer.unwrap_buffers()
     state = layer.op_state(weight.device)
     if not is_compiling and layer.rng_state is not None and shard_dim_of(weight) is not None:
         require_shared_seed(layer.rng_state, weight.device_mesh.get_group())

@@ -328,7 +328,7 @@ class AdvanceRng:
             return
         is_repeated = self.draws.last is state.current
         if not is_within or (is_training and (not state.is_advanced or is_repeated)):
-            stream = self.home._buffers.get("stream")  # None: the layer was restored alone
+            stream = self.home.__dict__.get("stream")  # None: the layer was restored alone
             home = self.home.weight if stream is None else stream
             state.begin(is_training, cast(Tensor, home).device)
         if is_training and state.current is not None:

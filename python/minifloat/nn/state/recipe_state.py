@@ -1,7 +1,7 @@
 """The state of a product under a recipe beside its tensors: random bits, amax history, codes.
 
-mf.Linear and GroupedProduct derive from RecipeState. It has no parameters, and its buffers are not
-in a state dict.
+mf.Linear and GroupedProduct derive from RecipeState. It has no parameters. Its tensors are no
+buffers, because DistributedDataParallel replaces those by rank 0's before each forward.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ..._native import ops
 from ...checks import require_int, require_one_of
@@ -22,7 +21,7 @@ from ...recipe import Recipe, operand_names
 from ...spec import Spec
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..cache.operand_cache import WeightCodes, fingerprint_of_ranks
-from ..hooks import ExpertWeightGather, WeightGather, is_distributed
+from ..hooks import ExpertWeightGather, WeightGather
 from ..names import clean_name, unwrapped
 from .random_state import Draws, RngState, as_normal
 
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)  # that layers read
 DEFAULT_HISTORY = 16  # steps of amax history
-STATE = ("stream", "amax_history")  # buffers
 RECOMPUTE = {"speed": "", "weights": "weight"}  # mf.quantize_'s memory -> the op's recompute
 MAX_MARGIN = 126  # powers of two
 UNSCALED = (
@@ -131,12 +129,10 @@ class RecipeState(nn.Module):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves the module, as nn.Module does, except that the amax history keeps its dtype."""
-        history = self._buffers.pop("amax_history")
+        """Moves the module, as nn.Module does, except that its state keeps its dtypes."""
         self.weight_codes = None  # refers to the parameter; torch swaps no DTensor with references
         super()._apply(fn, recurse)
-        self._buffers["amax_history"] = history
-        self._move_state(self.stream.device)
+        self._move_state(fn(self.stream).device)
         self._forget()
         return self
 
@@ -146,9 +142,8 @@ class RecipeState(nn.Module):
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self.weight_gather = None
-        for name in STATE:
-            buffer = self._buffers[name]
-            self._buffers[name] = None if buffer is None else as_normal(buffer)
+        self.stream, history = as_normal(self.stream), self.amax_history
+        self.amax_history = None if history is None else as_normal(history)
         self._forget()
 
     def _require_state_for(self, recipe: Recipe) -> None:
@@ -191,8 +186,8 @@ class RecipeState(nn.Module):
         self.draws = Draws()
         self.delayed = delayed
         self.stream_id = stream_id
-        self.register_buffer("stream", stream, persistent=False)
-        self.register_buffer("amax_history", history, persistent=False)
+        self.stream = stream
+        self.amax_history = history
 
     def op_state(self, device: torch.device) -> dict[str, Any]:
         """Returns rng, amax_history and stream of this forward by name, those that there are.
@@ -204,17 +199,16 @@ class RecipeState(nn.Module):
         """
         is_compiling = torch.compiler.is_compiling()
         found: dict[str, Any] = {} if is_compiling else {"stream": self.stream_id}
+        if not is_compiling and self.stream.device != device and device.type != "meta":
+            self._move_state(device)  # the weight's memory was moved, and no method called
         if (history := self.step_history()) is not None:
             found["amax_history"] = history
         if self.rng_state is None:
             return found
         if not is_compiling:
             return found | {"rng": self.rng_state.draw(self.draws, device, self.training)}
-        stream = self.stream
-        if is_distributed(stream):  # torch's parallel styles have made DTensors of buffers
-            stream = stream.to_local()
-        state = self.rng_state.trace(self.training).to(stream.device)
-        return found | {"rng": torch.cat([state, stream])}
+        state = self.rng_state.trace(self.training).to(self.stream.device)
+        return found | {"rng": torch.cat([state, self.stream])}
 
     def cached_operands(
         self,
@@ -259,11 +253,9 @@ class RecipeState(nn.Module):
 
     def step_history(self) -> Tensor | None:
         """Returns the amax history that an op writes to: a copy outside training steps."""
-        history = self._buffers["amax_history"]
+        history = self.amax_history
         if history is None:
             return None
-        if torch.compiler.is_compiling() and is_distributed(history):
-            history = history.to_local()
         if self.is_in_step():
             return history
         if not (torch.compiler.is_compiling() or self.training) and self.evaluates_unscaled:
@@ -280,35 +272,27 @@ class RecipeState(nn.Module):
         gather = "" if self.weight_gather is None else f"; {self.weight_gather}"
         return f"recipe={self.recipe.text!r}{memory}{sums}{gather}"
 
-    def unwrap_buffers(self) -> None:
-        """Replaces buffers that torch's parallel styles made DTensors by the rank's tensors."""
-        for name in STATE:
-            buffer = self._buffers.get(name)
-            if buffer is not None:
-                self._buffers[name] = getattr(buffer, "_local_tensor", buffer)
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
-        """Registers a hook, after it unwraps the layer's buffers.
-
-        torch's parallel styles register a hook last, after they have made buffers DTensors. So
-        compiled code reads plain tensors too.
-        """
-        self.unwrap_buffers()
-        return super().register_forward_pre_hook(*args, **kwargs)
+    def follow(self, weight: object) -> None:
+        """Moves the state to the device of a parameter that is assigned, as FSDP2 moves them."""
+        stream = self.__dict__.get("stream")
+        if stream is None or not isinstance(weight, Tensor) or weight.is_meta:
+            return
+        if stream.device != weight.device:
+            self._move_state(weight.device)
 
     def _move_state(self, device: torch.device) -> None:
         """Moves the stream and the history to a device, with values where they had none on meta."""
-        stream, history = self.stream, self._buffers["amax_history"]
+        stream, history = self.stream, self.amax_history
         if stream.device != device:
             stream = torch.empty_like(stream, device=device)
         if device.type != "meta":
             stream.fill_(self.stream_id)
-        self._buffers["stream"] = as_normal(stream)
+        self.stream = as_normal(stream)
         if self.rng_state is not None and device.type != "meta":
             draw_from(self, self.rng_state)
         if history is not None:
             history = torch.zeros_like(history, device=device) if history.is_meta else history
-            self._buffers["amax_history"] = as_normal(history.to(device))
+            self.amax_history = as_normal(history.to(device))
 
 
 def require_primary_dtype(fqn: str, fn: Callable[[Tensor], Tensor], weight: Tensor | None) -> None:
@@ -360,7 +344,6 @@ def histories_of(
     """Yields (name, layer, amax history) of those under delayed scaling."""
     for fqn, layer in layers:
         if layer.amax_history is not None:
-            layer.unwrap_buffers()
             yield fqn, layer, layer.amax_history
 
 
