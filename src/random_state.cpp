@@ -1,7 +1,8 @@
 // minifloat/random_state.h: the call of a backend, and the CPU's backend itself.
 #include "minifloat/random_state.h"
 
-#include "minifloat/core/philox.h"
+#include <atomic>
+
 #include "on_device.h"
 #if defined(MINIFLOAT_WITH_CUDA)
 #include "cuda/state/state.h"
@@ -12,7 +13,10 @@ namespace cpu {
 namespace {
 
 void advance_random_state(std::int64_t* state, std::int64_t* copy, const Execution&) {
-  minifloat::advance_random_state(state, copy);
+  const std::atomic_ref<std::int64_t> count(state[1]);
+  copy[0] = state[0];
+  copy[1] = static_cast<std::int64_t>(
+      static_cast<std::uint64_t>(count.fetch_add(1, std::memory_order_relaxed)) + 1);
 }
 
 }  // namespace

@@ -7,7 +7,8 @@
 
 namespace minifloat {
 
-// Adds one to the count of `state`, (seed, count), and writes both to `copy`.
+// Adds one to the count of `state`, (seed, count), and writes both to `copy`. Threads or streams
+// that advance one state at a time get a count each.
 void advance_random_state(std::int64_t* state, std::int64_t* copy, Device device,
                           const Execution& execution = {});
 

@@ -1,6 +1,8 @@
 // What a model keeps from step to step: amaxes raised in a history, and the random state.
+#include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <thread>
 #include <vector>
 
 #include "harness.h"
@@ -30,6 +32,26 @@ TEST(State, TheCountAdvancesAndWraps) {
   state[1] = std::numeric_limits<std::int64_t>::max();
   advance_random_state(state, copy, Device::kCpu);
   EXPECT_EQ(copy[1], std::numeric_limits<std::int64_t>::min());
+}
+
+TEST(State, ThreadsGetACountEach) {
+  constexpr int kThreads = 4, kEach = 5000;
+  std::int64_t state[] = {7, 0};
+  std::vector<std::int64_t> counts(kThreads * kEach);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t) {
+    threads.emplace_back([&, t] {
+      for (int i = 0; i < kEach; ++i) {
+        std::int64_t copy[2] = {};
+        advance_random_state(state, copy, Device::kCpu);
+        counts[t * kEach + i] = copy[1];
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::sort(counts.begin(), counts.end());
+  for (int i = 0; i < kThreads * kEach; ++i) ASSERT_EQ(counts[i], i + 1);
+  EXPECT_EQ(state[1], kThreads * kEach);
 }
 
 }  // namespace

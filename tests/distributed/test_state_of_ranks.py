@@ -1,16 +1,20 @@
-"""Amax histories and random counts of two ranks under DistributedDataParallel.
+"""Amax histories and random counts of two ranks: under DistributedDataParallel, and in a pipeline.
 
-It replaces buffers by rank 0's before each forward.
+DistributedDataParallel replaces buffers by rank 0's before each forward. A pipeline calls a stage
+once more than a step has micro-batches, to find the shapes of what it sends.
 """
 
 import minifloat as mf
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.worlds import run_world
 
-WIDTH, ROWS, STEPS = 32, 16, 3
+WIDTH, ROWS, STEPS, MICRO_BATCHES = 32, 16, 3, 4
 
 
 def batch(step, part, rank=0):
@@ -75,10 +79,60 @@ def check_broadcast(rank, recipe, together):
         assert torch.equal(history[:, 2:], state[name][:, 2:]), name
 
 
+# ---- pipelines -----------------------------------------------------------------------------------
+
+
+def train_alone(recipe):
+    model = build(recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(STEPS):
+        x = batch(step, 0)
+        for part in x.chunk(MICRO_BATCHES):
+            F.mse_loss(model(part), part.flip(1)).backward()
+        for p in model.parameters():
+            p.grad.div_(MICRO_BATCHES)
+        optimizer.step()
+        optimizer.zero_grad()
+        mf.step(model, OWN[0])
+    return model
+
+
+OWN = []  # the group of this rank alone
+
+
+def train_stage(model, rank):
+    stage = PipelineStage(model[rank], rank, 2, torch.device("cpu"))
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=F.mse_loss)
+    optimizer = torch.optim.SGD(model[rank].parameters(), lr=0.05)
+    for step in range(STEPS):
+        x = batch(step, 0)
+        if rank == 0:
+            schedule.step(x)
+        else:
+            schedule.step(target=x.flip(1))
+        optimizer.step()
+        optimizer.zero_grad()
+        mf.step(model[rank], OWN[0])
+    return model
+
+
+def check_pipeline(rank, recipe):
+    groups = [dist.new_group([i]) for i in range(2)]
+    OWN[:] = [groups[rank]]
+    alone, model = train_alone(recipe), train_stage(build(recipe), rank)
+    states = [mf.training_state(m) for m in (alone, model)]
+    own = [{n: t for n, t in s.items() if n.startswith(("rng", f"{rank}."))} for s in states]
+    require_same(*own)
+    for (name, a), (_, b) in zip(alone[rank].named_parameters(), model[rank].named_parameters()):
+        assert torch.equal(a, b), name
+
+
 def check_ranks(rank):
     for together in (False, True):
         for recipe in ("fp8_delayed", "0.*: fp8_delayed; 1.*: nvfp4"):
             check_broadcast(rank, recipe, together)
+    for recipe in ("nvfp4", "fp8_delayed"):
+        check_pipeline(rank, recipe)
 
 
 def test_state_of_two_ranks():

@@ -48,7 +48,7 @@ def state_of(moe: mf.MoE, recipe: str, before: list[Tensor | None]) -> dict[str,
         return {}
     product = product_of(moe.experts, "w2")
     assert product is not None
-    rng = product.draws.past[-1][1].clone() if product.rng_state is not None else None
+    rng = product.draws.past[-1].rng.clone() if product.rng_state is not None else None
     histories = None if before[0] is None else before
     return {"rng": rng, "amax_history": histories}
 

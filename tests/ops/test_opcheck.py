@@ -256,7 +256,7 @@ def test_opcheck(call):
 
 def test_every_op_is_checked():
     text = {"parse_recipe", "parse_recipe_map", "match_recipe", "preset_names"}
-    text |= {"spec_sizes", "stream", "mix_seed", "has_cuda", "cuda_targets"}
+    text |= {"spec_sizes", "stream", "mix_seed", "autograd_threads", "has_cuda", "cuda_targets"}
     text |= {"spec_info", "product_info", "token_unit", "shard_multiple", "operand_names"}
     text |= {"statistic_names"}
     text |= {"engine_of", "engine_info", "assume_capability"}

@@ -263,8 +263,10 @@ def _recipe_map(rng: Random, arena: Arena) -> Call:
 @call("preset_names")
 @call("has_cuda")
 @call("cuda_targets")
+@call("autograd_threads")
 def _constants(rng: Random, arena: Arena) -> Call:
-    return op_call(rng.choice(("preset_names", "has_cuda", "cuda_targets")))
+    names = "preset_names", "has_cuda", "cuda_targets", "autograd_threads"
+    return op_call(rng.choice(names))
 
 
 @call("spec_sizes")

@@ -1,8 +1,11 @@
 // advance_random_state: a new count of a random state, in place, and a copy for one forward pass.
+// autograd_threads: which thread's forward pass a backward pass belongs to.
 #include "minifloat/random_state.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
@@ -49,6 +52,14 @@ Tensor advance_kernel(const Tensor& state, bool in_forward) {
   return copy;
 }
 
+// Returns the number of this thread, and of the thread that made the node whose backward pass runs
+// in this one; 0: none runs. Each thread numbers its nodes by itself.
+std::tuple<std::int64_t, std::int64_t> autograd_threads() {
+  const std::shared_ptr<torch::autograd::Node> node = torch::autograd::get_current_node();
+  return {static_cast<std::int64_t>(at::RecordFunction::currentThreadId()),
+          node == nullptr ? 0 : static_cast<std::int64_t>(node->thread_id())};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kAdvanceRandomState, advance_kernel); }
@@ -57,5 +68,6 @@ TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kAdvanceRandomState, advance_met
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
   m.impl(kAdvanceRandomState, torch::CppFunction::makeFallthrough());
 }
+TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) { m.impl("autograd_threads", autograd_threads); }
 
 }  // namespace minifloat

@@ -347,6 +347,7 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("assume_capability(int capability) -> ()");
   m.def("stream(str name) -> int");
   m.def("mix_seed(int seed, int count) -> int");
+  m.def("autograd_threads() -> (int here, int node)");
   m.def("has_cuda() -> bool");
   m.def("cuda_targets() -> str");
 }

@@ -76,13 +76,6 @@ MINIFLOAT_HD constexpr RandomKey random_key(const std::int64_t* state, int size,
           stream ^ module};
 }
 
-// Adds one to the count of a state (seed, count), and writes both to `copy`.
-MINIFLOAT_HD constexpr void advance_random_state(std::int64_t* state, std::int64_t* copy) {
-  state[1] = static_cast<std::int64_t>(static_cast<std::uint64_t>(state[1]) + 1);
-  copy[0] = state[0];
-  copy[1] = state[1];
-}
-
 // Returns the random bits of elements [16 * group, 16 * group + 16) of row `row`.
 template <class Word = std::uint32_t>
 MINIFLOAT_HD constexpr BasicRandomBits<Word> random_bits_at(std::uint64_t key, std::uint64_t stream,

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..checks import require_bool, require_int, require_one_of
-from ..nn.state.random_state import as_normal, is_in_backward
+from ..nn.state.random_state import as_normal
+from ..nn.state.recomputation import repeats_counted_forward
 
 MOST_EXPERTS = 1023  # groups of one operand (docs/numerics.md, section 10)
 SCORES = ("sigmoid", "softmax")
@@ -43,15 +44,8 @@ def require_number(name: str, value: object) -> float:
 
 
 def is_recomputed() -> bool:
-    """Tells whether a forward now repeats one that was counted.
-
-    A checkpoint with use_reentrant=True runs its first forward without gradients, which is not
-    counted, so its recomputation is.
-    """
-    if torch.compiler.is_compiling() or not is_in_backward():
-        return False
-    node = torch._C._current_autograd_node()
-    return node is None or "Checkpoint" not in type(node).__name__
+    """Tells whether a forward now repeats one that was counted: one without gradients was not."""
+    return not torch.compiler.is_compiling() and repeats_counted_forward()
 
 
 class Fp32Linear(torch.autograd.Function):

@@ -7,7 +7,6 @@
 #include "cuda/state/state.h"
 #include "minifloat/core/amax_history.h"
 #include "minifloat/core/block.h"
-#include "minifloat/core/philox.h"
 
 namespace minifloat::cuda {
 namespace {
@@ -32,7 +31,10 @@ __global__ void __launch_bounds__(32) raise_each(const __grid_constant__ FoundAm
 }
 
 __global__ void __launch_bounds__(32) advance(std::int64_t* state, std::int64_t* copy) {
-  if (threadIdx.x == 0) minifloat::advance_random_state(state, copy);
+  if (threadIdx.x != 0) return;
+  auto* count = reinterpret_cast<unsigned long long*>(state + 1);
+  copy[0] = state[0];
+  copy[1] = static_cast<std::int64_t>(atomicAdd(count, 1) + 1);  // streams may share the state
 }
 
 }  // namespace

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..._native import ops
 from ...checks import require_int, require_module
 from ...nn.names import clean_name, join, unwrapped
-from ...nn.state.random_state import GRADIENT_RNG, RngState
+from ...nn.state.random_state import GRADIENT_RNG, RngState, Running
 from ...spec import Spec
 from ..handshake import require_equal, wait_for_all
 from .gather import UnknownFsdpError, groups_of, policy_of
@@ -65,7 +65,6 @@ class ReduceScatterOfCodes:
     def __init__(self, name: str, rank: int, shared: GradientCodes) -> None:
         self.name, self.rank, self.shared = name, rank, shared
         self.stream = ops.stream(join(name, "gradients"))
-        self.drawn: Tensor | None = None  # the shared state's `current` of the last draw
         self.is_agreed = False
 
     @property
@@ -115,10 +114,10 @@ class ReduceScatterOfCodes:
         All modules of a step have one count. It begins with the first module that draws again.
         """
         state = self.shared.state
-        if state.is_spent(self.drawn, device):
+        if state.is_spent(self, device):
             state.begin(True, device)
-        self.drawn = cast(Tensor, state.current)
-        rng = self.drawn.clone()
+        state.running.drawn.add(self)
+        rng = cast(Tensor, state.running.current).clone()
         rng[0].fill_(ops.mix_seed(state.seed, self.rank))  # a fill waits for no copy from the host
         return rng
 
@@ -185,6 +184,7 @@ def quantize_gradients_(model: nn.Module, spec: str = "e4m3/1x128+sr", *, seed: 
     parsed = Spec.parse(spec)
     ops.message_bytes(parsed.text, 0)  # raises for a spec that messages cannot have
     state = RngState(require_int("quantize_gradients_: seed", seed), rank=0)
+    state.running = Running()  # several threads reduce the gradients of one step
     shared = GradientCodes(parsed, state, weakref.ref(model))
     modules = list(sharded_modules(model))
     if not modules:

@@ -4,32 +4,34 @@
     RngState.draw      returns (seed, count), which an eager layer's forward passes to the op
     RngState.trace     the same for a layer in compiled code
     AdvanceRng         hooks of the root and of the modules between it and the layers
-    Draws, Replay      what a module drew in which forward, for autograd's recomputation
+    recomputation.py   what a module drew in which forward, for autograd's recomputation
 
 A call of one of these modules begins a new count, unless it runs within such a call. So does a
 layer that is called by itself, and one that would draw a second time with its last count. Two
 forwards therefore differ however a model is called: by its root, by another method, or part by
 part. A forward that autograd recomputes gets the bits of the original forward, with any number of
 forwards in flight; docs/numerics.md, section 7, has the limits. Evaluation does not advance the
-count.
+count, and neither does a forward that no backward pass can follow. Threads may run forwards of one
+model at a time: the count is the model's, and `running` is the thread's.
 
-    root called        tensor (seed, 4) -> (seed, 5);  current = a copy, (seed, 5)
-      block, layers    read `current`
-    root returns       current = None
+    root called        tensor (seed, 4) -> (seed, 5);  running.current = a copy, (seed, 5)
+      block, layers    read `running.current`
+    root returns       running.current = None
 
 No random bits are made here: casts, those of g in backward too, make them from (seed, count).
-`current` is never written to again, so backward may read it, and code may be eager or compiled at
-any of these places. torch compiles the hooks of a module that is itself compiled as functions of
-their own, if they are compiled at all. So `eager_alone` exempts them: they run as in eager code,
-except where a larger compiled function contains the call; there they are part of its graph.
+`running.current` is never written to again, so backward may read it, and code may be eager or
+compiled at any of these places. torch compiles the hooks of a module that is itself compiled as
+functions of their own, if they are compiled at all. So `eager_alone` exempts them: they run as in
+eager code, except where a larger compiled function contains the call; there they are part of its
+graph.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import TypeVar, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -38,26 +40,9 @@ from torch import Tensor, nn
 from ..._native import ops
 from ...checks import require_int
 from ..names import clean_name, join, unwrapped
+from .recomputation import Draws, Replay, Replays, eager_alone, functions_around
 
-Function = TypeVar("Function", bound=Callable[..., object])
 GRADIENT_RNG = "gradient_rng"  # the attribute of a model with its RngState of gradients
-FORWARDS_IN_FLIGHT = 256  # recorded forwards of one layer, which autograd may recompute
-
-
-def eager_alone(function: Function) -> Function:
-    """Lets compiled code contain this function, and never be the function alone.
-
-    torch compiles a hook of a compiled module as a function of its own. In it no draw could be
-    recorded, and a checkpointed call could not be recomputed. And once torch has found no operation
-    in a function, as in a hook that does nothing in evaluation, it skips the function for good.
-
-    The function has no comprehension, whose code torch compiles by itself.
-    """
-    dynamo = torch._C._dynamo.eval_frame  # torch._dynamo itself takes seconds to import
-    alone, called = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
-    strategy = dynamo._FrameExecStrategy(alone, called)
-    dynamo.set_code_exec_strategy(function.__code__, strategy)
-    return function
 
 
 @eager_alone
@@ -80,83 +65,75 @@ def as_normal(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-class Draws:
-    """A record of one module's forwards: their random bits and places in autograd's order."""
+class Running:
+    """The running forward of the layers with one RngState.
 
-    def __init__(self) -> None:
-        self.last: Tensor | None = None  # RngState.current of the last forward
-        self.past: deque[tuple[int, Tensor]] = deque(maxlen=FORWARDS_IN_FLIGHT)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Draws, ()  # a copied layer has no recorded forwards
-
-    @eager_alone
-    def record(self, current: Tensor, rng: Tensor) -> None:
-        """Records a forward: the state's `current`, and the same bits on the module's device."""
-        self.last = current
-        self.past.append((torch._C._autograd._get_sequence_nr(), rng))
-
-    @eager_alone
-    def repeated(self) -> tuple[int, Tensor] | None:
-        """Finds the forward that autograd recomputes now.
-
-        Autograd numbers its nodes in the order of their creation. Recomputation begins in the node
-        that first reads a saved tensor of the checkpointed block: a node with a number after the
-        layer's. With `use_reentrant=True` it begins in the checkpoint's node, with a number before.
-
-        Returns:
-            Its place in autograd's order, and (seed, count). None: no recorded forward.
-        """
-        node = torch._C._current_autograd_node()
-        if node is None or not self.past:
-            return None
-        at = node._sequence_nr()
-        if "Checkpoint" in type(node).__name__:
-            for forward in self.past:
-                if forward[0] > at:
-                    return forward
-            return None
-        for forward in reversed(self.past):
-            if forward[0] <= at:
-                return forward
-        if len(self.past) == FORWARDS_IN_FLIGHT:
-            raise RuntimeError(
-                f"linear: expected at most {FORWARDS_IN_FLIGHT} forwards of one layer between a "
-                "checkpointed forward and its recomputation, got more: its random bits are gone"
-            )
-        return None
-
-
-class Replay:
-    """A call of a hooked module that autograd recomputes.
-
-    The modules in it draw in the order of the original call, which began at `start` in autograd's
-    order. So a module that it calls twice draws the bits of its first call, then of its second.
+    Attributes:
+        current: int64 (2), what its layers draw with; None: no hooked module runs. It is not
+            written to again.
+        is_advanced: whether it began a new count.
+        is_captured: whether it began in a CUDA graph's capture.
+        copies: `current` on other devices.
+        drawn: who drew with `current`: the records of modules.
+        outermost: the hooks of the module whose call it is.
+        replay: what autograd recomputes, if it is a hooked module.
+        thread: this one's number in autograd.
     """
 
     @eager_alone
-    def __init__(self, start: int) -> None:
-        self.start = start
-        self.rest: dict[Draws, list[Tensor]] = {}  # what is left to draw, the next one last
+    def __init__(self) -> None:  # torch.compile finds no attributes of the class
+        self.thread: int = ops.autograd_threads.default()[0]
+        self.close()
 
     @eager_alone
-    def next(self, draws: Draws) -> Tensor | None:
-        """Returns the random bits of a module's next forward; None: it was not recorded."""
-        if draws not in self.rest:
-            self.rest[draws] = []
-            for at, rng in reversed(draws.past):
-                if at >= self.start:
-                    self.rest[draws].append(rng)
-        rest = self.rest[draws]
-        return rest.pop() if rest else None
+    def close(self) -> None:
+        """Ends the running forward: the next one begins a new count."""
+        self.begin(None, False)
+        self.is_captured = False
+        self.outermost: AdvanceRng | None = None
+        self.replay: Replay | None = None
+
+    @eager_alone
+    def begin(self, current: Tensor | None, is_advanced: bool) -> None:
+        """Sets what layers draw with from now on."""
+        self.current, self.is_advanced = current, is_advanced
+        self.copies: dict[torch.device, Tensor] = {}
+        self.drawn: set[object] = set()
+
+
+class RunningOfThread(Running, threading.local):
+    """The same in each thread: its forwards are those that it runs."""
+
+
+@eager_alone
+def functions_of_training(
+    is_training: bool, device: torch.device | None = None
+) -> tuple[int, ...] | None:
+    """Returns the autograd functions around a forward that a backward pass may follow.
+
+    A forward of meta tensors has no values. One under no_grad has no backward pass, unless it is
+    that of an autograd function, which may recompute it.
+
+    Args:
+        is_training: whether the module is in training mode.
+        device: of its state; None: in compiled code.
+
+    Returns:
+        Their numbers in autograd's order. None: no backward pass may follow.
+    """
+    if not is_training or (device is not None and device.type == "meta"):
+        return None
+    if torch.is_grad_enabled():
+        return ()
+    return None if torch.compiler.is_compiling() else functions_around() or None
 
 
 class RngState:
     """Seed and forward count. Ranks draw different bits, but their checkpoints are equal.
 
+    Threads may run forwards at a time: each forward has a count of its own.
+
     tensor: int64 (2), the user's seed mixed with the data-parallel rank, and the count.
-    current: int64 (2), what the layers of the running forward draw with; None: no hooked module
-        runs. It is not written to again.
     """
 
     def __init__(self, seed: int, rank: int | None = None) -> None:
@@ -164,25 +141,22 @@ class RngState:
         self.seed = require_int("seed", seed)
         mixed = ops.mix_seed(self.seed, self.rank)
         self.tensor = as_normal(torch.tensor([mixed, 0], dtype=torch.int64, device="cpu"))
-        self.agreed: set[str] = set()  # groups whose ranks were seen to share the seed
-        self.close()
+        self._prepare()
 
-    @eager_alone
-    def close(self) -> None:
-        """Ends the running forward: the next one begins a new count."""
-        self.current: Tensor | None = None
-        self.is_advanced = False  # whether the running forward began a new count
-        self.is_captured = False  # whether it began in a CUDA graph's capture
-        self.copies: dict[torch.device, Tensor] = {}  # `current` on other devices
-        self.replay: Replay | None = None  # what autograd recomputes, if it is a hooked module
+    def _prepare(self) -> None:
+        """Sets what a copy does not share."""
+        self.agreed: set[str] = set()  # groups whose ranks were seen to share the seed
+        self.running: Running = RunningOfThread()
+        self.replays = Replays()
+        self.lock = threading.Lock()  # of the tensor's place
 
     def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"current": None, "copies": {}, "replay": None, "agreed": set()}
+        return {"rank": self.rank, "seed": self.seed, "tensor": self.tensor}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.tensor = as_normal(self.tensor)
-        self.close()
+        self._prepare()
 
     @eager_alone
     def to(self, device: torch.device) -> None:
@@ -201,25 +175,28 @@ class RngState:
         )
 
     @eager_alone
-    def begin(self, is_training: bool, device: torch.device | None = None) -> Tensor:
-        """Begins a forward, in training mode with the next count. Returns `current`.
+    def begin(self, is_advanced: bool, device: torch.device | None = None) -> Tensor:
+        """Begins a forward, with the next count or the present one. Returns `running.current`.
 
         device: that the state moves to; None: in compiled code, where it stays.
         """
-        if device is not None:
-            self.to(device)
-            self.is_captured = is_capturing(device)
-        self.current = self.advance() if is_training else self.tensor.clone()
-        self.is_advanced, self.copies = is_training, {}
-        return self.current
+        running = self.running
+        if device is None:
+            current = self.advance() if is_advanced else self.tensor.clone()
+        else:
+            with self.lock:
+                self.to(device)
+                current = self.advance() if is_advanced else self.tensor.clone()
+            running.is_captured = is_capturing(device)
+        running.begin(current, is_advanced)
+        return current
 
-    def is_spent(self, last: Tensor | None, device: torch.device) -> bool:
-        """Tells whether a drawer needs a new count: none is there, or it is of another capture.
-
-        last: `current` of the drawer's last draw, which it does not draw with again.
-        """
-        is_here = self.current is not None and self.current is not last
-        return not is_here or self.is_captured != is_capturing(device)
+    @eager_alone
+    def is_spent(self, drawer: object, device: torch.device) -> bool:
+        """Tells whether a drawer needs a new count: none is there, or it is of another capture."""
+        running = self.running
+        is_here = running.current is not None and drawer not in running.drawn
+        return not is_here or running.is_captured != is_capturing(device)
 
     def draw(self, draws: Draws, device: torch.device, is_training: bool) -> Tensor:
         """Returns (seed, count) of one forward of a layer, in memory that is not written to again.
@@ -227,32 +204,32 @@ class RngState:
         Args:
             draws: the record of the layer's forwards.
             device: of the tensor that is returned.
-            is_training: whether the forward is to be recorded, and may begin a new count.
+            is_training: whether the layer is in training mode.
 
         Returns:
             int64 (2).
         """
-        if not is_training:
-            if self.current is None:
-                return self.tensor.to(device, copy=True)
-            return self.current.to(device)
+        running = self.running
+        functions = functions_of_training(is_training, device)
+        if functions is None:
+            current = self.tensor if running.current is None else running.current
+            return current.to(device, copy=running.current is None)
         if is_in_backward():
-            if self.replay is not None:
-                repeated = self.replay.next(draws)
-            else:
-                _, repeated = draws.repeated() or (0, None)
+            replay = running.replay or self.replays.find(draws)
+            repeated = None if replay is None else replay.next(draws)
             if repeated is not None:
                 return repeated
-        is_alone = self.current is None
-        if not self.is_advanced or self.is_spent(draws.last, device):
+        is_alone = running.current is None
+        if not running.is_advanced or self.is_spent(draws, device):
             self.begin(True, device)
-        current = cast(Tensor, self.current)
-        if device not in self.copies:
-            self.copies[device] = current.to(device)
-        rng = self.copies[device]
-        draws.record(current, rng)
+        if device not in running.copies:
+            running.copies[device] = cast(Tensor, running.current).to(device)
+        rng = running.copies[device]
+        draws.record(rng, running.thread, functions)
         if is_alone:
-            self.close()
+            running.close()
+        else:
+            running.drawn.add(draws)
         return rng
 
     def trace(self, is_training: bool) -> Tensor:
@@ -261,11 +238,13 @@ class RngState:
         Compiled code cannot record draws: all calls of a layer within one call of a module that
         compiled code contains have one count.
         """
-        if self.current is None:
-            return self.advance() if is_training else self.tensor.clone()
-        if is_training and not self.is_advanced:
+        is_advanced = functions_of_training(is_training) is not None
+        current = self.running.current
+        if current is None:
+            return self.advance() if is_advanced else self.tensor.clone()
+        if is_advanced and not self.running.is_advanced:
             return self.begin(True)
-        return self.current
+        return current
 
     def get(self) -> Tensor:
         """Returns (the user's seed, count): int64 (2), equal on every rank."""
@@ -277,7 +256,7 @@ class RngState:
         self.seed = int(state[0])
         self.tensor[0].fill_(ops.mix_seed(self.seed, self.rank))
         self.tensor[1].copy_(state[1])
-        self.close()
+        self.running.close()
 
 
 @eager_alone
@@ -300,46 +279,49 @@ class AdvanceRng:
         self.home = home
         self.is_root = is_root
         self.draws = Draws()
-        self.is_outermost = False  # whether the running call is within no other
 
-    def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"is_outermost": False}
+    @eager_alone
+    def device(self) -> torch.device:
+        """Returns the device of the state's home, which has no stream where it was restored."""
+        stream = self.home.__dict__.get("stream")
+        home: Tensor = self.home.weight if stream is None else stream  # type: ignore[assignment]
+        return home.device
 
     @eager_alone
     def before(self, module: nn.Module, args: object) -> None:
         """Begins a count, unless the module runs within a call that did so."""
-        state, is_training = self.state, module.training
-        is_within = not self.is_root and state.current is not None
-        if not is_within:
-            self.is_outermost = True
+        state, running = self.state, self.state.running
+        is_within = not self.is_root and running.current is not None
         if torch.compiler.is_compiling():
-            if not is_within or (is_training and not state.is_advanced):
-                state.begin(is_training)
+            is_advanced = functions_of_training(module.training) is not None
+            if not is_within or (is_advanced and not running.is_advanced):
+                state.begin(is_advanced)
+            if not is_within:
+                running.outermost = self
             return
         if not is_within:
-            repeated = self.draws.repeated() if is_in_backward() else None
-            if repeated is not None:
-                state.replay = Replay(repeated[0])
-        if state.replay is not None:
-            current = state.replay.next(self.draws)
+            running.outermost = self
+            running.replay = state.replays.find(self.draws) if is_in_backward() else None
+        if running.replay is not None:
+            current = running.replay.next(self.draws)
             if current is not None:
-                state.current, state.is_advanced, state.copies = current, True, {}
-                state.is_captured = is_capturing(current.device)
+                running.begin(current, True)
+                running.is_captured = is_capturing(current.device)
             return
-        is_repeated = self.draws.last is state.current
-        if not is_within or (is_training and (not state.is_advanced or is_repeated)):
-            stream = self.home.__dict__.get("stream")  # None: the layer was restored alone
-            home = self.home.weight if stream is None else stream
-            state.begin(is_training, cast(Tensor, home).device)
-        if is_training and state.current is not None:
-            self.draws.record(state.current, state.current)
+        device = self.device()
+        functions = functions_of_training(module.training, device)
+        is_advanced, is_repeated = functions is not None, self.draws in running.drawn
+        if not is_within or (is_advanced and (not running.is_advanced or is_repeated)):
+            state.begin(is_advanced, device)
+        if functions is not None and running.current is not None:
+            self.draws.record(running.current, running.thread, functions)
+            running.drawn.add(self.draws)
 
     @eager_alone
     def after(self, module: nn.Module, args: object, output: object) -> None:
         """Ends the forward that `before` began, also where it raised an exception."""
-        if self.is_outermost:
-            self.is_outermost = False
-            self.state.close()
+        if self.state.running.outermost is self:
+            self.state.running.close()
 
 
 def add_hooks(root: nn.Module, state: RngState, layers: Sequence[nn.Module]) -> None:

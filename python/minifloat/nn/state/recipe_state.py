@@ -23,7 +23,8 @@ from ...tensor.quantized_tensor import QuantizedTensor
 from ..cache.operand_cache import WeightCodes, fingerprint_of_ranks
 from ..hooks import ExpertWeightGather, WeightGather
 from ..names import clean_name, unwrapped
-from .random_state import Draws, RngState, as_normal
+from .random_state import RngState, as_normal
+from .recomputation import Draws
 
 if TYPE_CHECKING:
     from typing_extensions import Self
