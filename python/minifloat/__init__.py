@@ -32,8 +32,9 @@ from .moe.grouped_mlp import grouped_mlp
 from .moe.layer import MoE
 from .moe.ranks.expert_parallel import expert_parallel
 from .moe.ranks.gradients import average_expert_gradients
+from .nn.convert.construction import quantized_model_init
 from .nn.convert.filters import auto_filter_small_kn
-from .nn.convert.quantize import quantize_, quantized_model_init, restore_
+from .nn.convert.quantize import quantize_, restore_
 from .nn.convert.selection import Report
 from .nn.fuse.mlp import MLP
 from .nn.linear import Linear

@@ -1,4 +1,4 @@
-"""Conversion of a model's layers: mf.quantize_, mf.restore_ and mf.quantized_model_init.
+"""Conversion of a model's layers: mf.quantize_ and mf.restore_.
 
 A conversion changes the class of a linear layer in place (nn.Linear <-> mf.Linear), and gives
 experts the state of their products (moe/convert/experts.py). The object, its parameters, hooks,
@@ -7,10 +7,9 @@ ties, dtype, device and state-dict keys stay, so references to the layer remain 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from itertools import count
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import cast
 
 from torch import nn
 
@@ -26,7 +25,6 @@ from ..linear import (
     adopt,
     class_without_recipe,
     make_primary,
-    reason_against_recipe,
     require_primary,
     restore_linear,
 )
@@ -43,7 +41,7 @@ from ..state.recipe_state import (
     RecipeState,
     converted,
 )
-from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
+from .fast_paths import disable_fast_paths_in, enable_fast_paths_in
 from .filters import DEFAULT_KEEP, FilterFn, Filters, Keep
 from .selection import Report, plan_gathers, require_chosen, select
 
@@ -258,63 +256,3 @@ def revert(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> Non
         module._parameters.update(parameters)
         for name in parameters:
             module.__dict__.pop(name + HIGH_PRECISION_INIT, None)
-
-
-# ---- construction --------------------------------------------------------------------------------
-
-
-@contextmanager
-def quantized_model_init(
-    recipe: str | Recipe, *, keep_high_precision_init: bool = False, seed: int = 0
-) -> Iterator[None]:
-    """Builds each nn.Linear in a `with` statement as an mf.Linear with a quantized weight.
-
-    Memory never holds the high-precision weights of more than one layer. Streams of random bits
-    follow the order of construction, and each layer has a random state of its own. Subclasses of
-    nn.Linear, such as the out_proj of nn.MultiheadAttention, are not converted.
-
-    Args:
-        recipe: of all layers.
-        keep_high_precision_init: whether to copy each initial weight to
-            module.weight_high_precision_init, on the CPU.
-        seed: of stochastic rounding, 64 bits with sign.
-
-    Returns:
-        A context manager without a value.
-
-    Raises:
-        TypeError, ValueError: an argument is not as expected, the recipe reads the weight in high
-            precision, or the call is inside another quantized_model_init.
-
-    Example:
-        >>> with mf.quantized_model_init("mxfp8_2d"):
-        ...     layer = torch.nn.Linear(64, 32)
-        >>> layer
-        Linear(in_features=64, out_features=32, bias=True, recipe='mxfp8_2d')
-        >>> layer.weight.specs
-        ('mxfp8/32x32', 'mxfp8/32x32')
-    """
-    recipe = Recipe(recipe)
-    require_bool("keep_high_precision_init", keep_high_precision_init)
-    require_int("seed", seed)
-    if (why := reason_against_recipe(recipe)) is not None:
-        raise ValueError(f"quantized_model_init: {why}")
-    original_init = nn.Linear.__init__
-    if original_init.__module__ == __name__:
-        raise ValueError("quantized_model_init: expected no other quantized_model_init around it")
-    ordinal = count()
-
-    def init(self: nn.Linear, *args: Any, **kwargs: Any) -> None:
-        original_init(self, *args, **kwargs)
-        if type(self) is not nn.Linear:
-            return
-        layer = adopt(self, recipe, f"linear.{next(ordinal)}")
-        make_primary(self, ("weight",), recipe, keep_high_precision_init)
-        share_random_state(self, [layer], seed, None)
-        disable_fast_path(self)
-
-    nn.Linear.__init__ = init  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        nn.Linear.__init__ = original_init  # type: ignore[method-assign]
