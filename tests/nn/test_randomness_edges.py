@@ -9,6 +9,7 @@ import pickle
 import minifloat as mf
 import pytest
 import torch
+from minifloat._native import ops
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -159,6 +160,51 @@ def test_layers_with_the_same_bits_are_refused():
     mf.step(nn.Sequential(*layers[:2]))
     with pytest.raises(ValueError, match="'2' and '0' were converted with one seed, 0"):
         mf.step(nn.Sequential(*layers))
+
+
+def unnamed(seed=0):
+    torch.manual_seed(1)
+    experts = mf.MoE(64, 64, experts=2, top_k=1, shared_experts=1, recipe=RECIPE, seed=seed)
+    layers = [mf.Linear(64, 64, recipe=RECIPE, seed=seed) for _ in range(2)]
+    return nn.Sequential(*layers, nn.Sequential(experts, mf.MoE(64, 64, 2, 1, recipe=RECIPE)))
+
+
+def test_layers_without_a_name_take_their_places():
+    model, named = unnamed(), [layer for layer in unnamed().modules() if hasattr(layer, "fqn")]
+    assert {layer.fqn for layer in named[:2]} == {"linear"}
+    alone = model[0]
+    mf.step(alone)  # has no name in itself
+    mf.step(model)
+    names = {name: layer for name, layer in model.named_modules() if hasattr(layer, "fqn")}
+    for name, layer in names.items():
+        assert layer.fqn == name.removesuffix("_product")
+        assert layer.stream_id == layer.stream.item() == ops.stream(layer.fqn)
+    assert len({layer.stream_id for layer in names.values()}) == len(names) == 11
+    mf.step(nn.Sequential(nn.Identity(), model))  # keeps the names
+    assert names["1"].fqn == "1"
+
+
+def test_layers_without_a_name_resume():
+    """Trains on, and from the state of the first step in a model that was built anew."""
+    x, _ = data()
+
+    def train(model, steps):
+        for _ in range(steps):
+            model(x).square().mean().backward()
+            for p in model.parameters():
+                p.data.sub_(0.1 * p.grad)
+                p.grad = None
+            mf.step(model)
+
+    model = unnamed()
+    train(model, 1)
+    state, weights = mf.training_state(model), copy.deepcopy(model.state_dict())
+    train(model, 2)
+    resumed = unnamed()
+    resumed.load_state_dict(weights)
+    mf.load_training_state(resumed, state)
+    train(resumed, 2)
+    assert are_equal(model.parameters(), resumed.parameters())
 
 
 def test_bits_do_not_depend_on_other_modules():

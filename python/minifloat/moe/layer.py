@@ -210,7 +210,8 @@ class MoE(nn.Module):
         limit: bound of gate and up, with up + 1, as in gpt-oss; None: silu(gate) * up.
         alpha: factor within the sigmoid where there is a limit.
         recipe: of the experts, routed and shared; None: high precision, until mf.quantize_.
-        name: of the layer. Layers of different names have different random bits.
+        name: of the layer. Layers of different names have different random bits. None: "moe",
+            until mf.step, or mf.training_state or its load, names it as the model that is passed.
         seed: of stochastic rounding, 64 bits with sign.
         device: of the parameters.
         dtype: of the experts' parameters, float32 or bfloat16; None: torch's default dtype. The
@@ -240,7 +241,7 @@ class MoE(nn.Module):
         limit: float | None = None,
         alpha: float = ALPHA,
         recipe: str | Recipe | None = None,
-        name: str = "moe",
+        name: str | None = None,
         seed: int = 0,
         device: Device = None,
         dtype: torch.dtype | None = None,
@@ -251,7 +252,7 @@ class MoE(nn.Module):
         require_int("shared_experts", shared_experts, 0)
         require_bool("fused_w13", fused_w13)
         require_bool("bias", bias)
-        require_text("name", name)
+        fqn = "moe" if name is None else require_text("name", name)
         require_int("seed", seed)
         if (weight_dtype := dtype or torch.get_default_dtype()) not in WEIGHT_DTYPES:
             raise ValueError(f"dtype: expected float32 or bfloat16, got {weight_dtype}")
@@ -269,10 +270,11 @@ class MoE(nn.Module):
         width = hidden * shared_experts
         self.shared_experts = SharedExperts(dim, width, device, dtype) if width else None
         if recipe is not None:
-            self._quantize(Recipe(recipe), name, seed)
+            for state in self._quantize(Recipe(recipe), fqn, seed):
+                state.is_named = name is not None
 
-    def _quantize(self, recipe: Recipe, name: str, seed: int) -> None:
-        """Gives the experts a recipe and a random state of their own."""
+    def _quantize(self, recipe: Recipe, name: str, seed: int) -> list[RecipeState]:
+        """Gives the experts a recipe and a random state of their own; returns their states."""
         names, plan = self.experts.weight_names, hooks.plan_experts(recipe)[0]
         products = add_products(self.experts, names, recipe, f"{name}.experts", gather_plan=plan)
         linears = {
@@ -287,6 +289,7 @@ class MoE(nn.Module):
             add_hooks(self, rng_state, states)
             for state in states:
                 draw_from(state, rng_state)
+        return states
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes the layer: (…, D) -> (…, D), in x's dtype or autocast's."""

@@ -137,11 +137,6 @@ class GroupedProduct(RecipeState):
         self.expert_range = kept
         self._forget()
 
-    def rename(self, fqn: str) -> None:
-        """Draws random bits by another name."""
-        self.fqn, self.stream_id = fqn, ops.stream(fqn)
-        self._move_state(self.stream.device)
-
     def prepare(
         self,
         weight: Tensor,

@@ -80,7 +80,8 @@ class Linear(RecipeState, nn.Linear):
         device: of the parameters.
         dtype: of the parameters, float32 or bfloat16; None: torch's default dtype.
         recipe: the formats of the three products.
-        name: of the layer. Layers of different names have different random bits.
+        name: of the layer. Layers of different names have different random bits. None: "linear",
+            until mf.step, or mf.training_state or its load, names it as the model that is passed.
         seed: of stochastic rounding, 64 bits with sign.
 
     Raises:
@@ -109,19 +110,20 @@ class Linear(RecipeState, nn.Linear):
         dtype: torch.dtype | None = None,
         *,
         recipe: str | Recipe,
-        name: str = "linear",
+        name: str | None = None,
         seed: int = 0,
     ) -> None:
         recipe = Recipe(recipe)
         require_int("in_features", in_features, 0)
         require_int("out_features", out_features, 0)
         require_bool("bias", bias)
-        require_text("name", name)
+        fqn = "linear" if name is None else require_text("name", name)
         require_int("seed", seed)
         if (weight_dtype := dtype or torch.get_default_dtype()) not in WEIGHT_DTYPES:
             raise ValueError(f"dtype: expected float32 or bfloat16, got {weight_dtype}")
         super().__init__(in_features, out_features, bias, device, dtype)
-        adopt(self, recipe, name, gather_plan=hooks.plan_gather(recipe)[0])
+        adopt(self, recipe, fqn, gather_plan=hooks.plan_gather(recipe)[0])
+        self.is_named = name is not None
         disable_fast_path(self)
         share_random_state(self, [self], seed, None)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..._native import ops
 from ...checks import require_module
 from ..hooks import expert_hooks, hooks
-from ..names import clean_name, join, unwrapped
+from ..names import PRODUCT, clean_name, join, unwrapped
 from .random_state import (
     RngState,
     add_hooks,
@@ -45,10 +45,12 @@ from .recipe_state import (
 def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Ends a training step: drops cached codes, rolls amax histories, balances experts.
 
-    Call mf.step after opt.step(), on all ranks. The active amax of the next step is computed from
-    the amaxes of this step and the steps before (numerics.md). The balance biases of mf.MoE move by
-    the loads of all ranks, which one all-reduce adds up. Under FSDP2 ranks exchange the maxima of
-    all sharded weights, as in mf.precompute_scales; nothing is cast.
+    Call mf.step after opt.step(), on all ranks. Layers that were built without a name take the ones
+    that they have in `model`, so that no two of them draw the same random bits from now on. The
+    active amax of the next step is computed from the amaxes of this step and the steps before
+    (numerics.md). The balance biases of mf.MoE move by the loads of all ranks, which one all-reduce
+    adds up. Under FSDP2 ranks exchange the maxima of all sharded weights, as in
+    mf.precompute_scales; nothing is cast.
 
     Args:
         model: one that mf.quantize_ converted, or that has mf.Linear layers.
@@ -76,6 +78,7 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
             "step: group: expected a process group that this rank is in, or None, "
             f"got {group!r} ({type(group).__name__})"
         )
+    name_layers(model)
     require_own_streams(model)
     expert_hooks.require_losses_read(model)
     layers = converted(model)
@@ -145,7 +148,7 @@ def training_state(model: nn.Module) -> dict[str, Tensor]:
         >>> mf.training_state(model)  # the seed, and the forwards so far
         {'rng': tensor([7, 1])}
     """
-    require_module("training_state", model)
+    name_layers(require_module("training_state", model))
     state = {join(fqn, "rng"): rng.get() for fqn, rng in states_of(model)}
     for fqn, layer, history in histories_of(converted(model)):
         name, kept = join(fqn, "amax_history"), layer.expert_range
@@ -259,6 +262,13 @@ def require_same_random_state(root: nn.Module, seed: int, data_parallel_rank: in
             )
 
 
+def name_layers(model: nn.Module) -> None:
+    """Names layers and products that were built without a name as they are in a model."""
+    for fqn, layer in converted(model):
+        if fqn and not layer.is_named:
+            layer.rename(fqn.removesuffix(PRODUCT))
+
+
 def require_own_streams(model: nn.Module) -> None:
     """Raises ValueError where two parts of a model draw the same random bits.
 
@@ -281,5 +291,5 @@ def require_own_streams(model: nn.Module) -> None:
                     "step: expected layers with random bits of their own, but "
                     f"{clean_name(fqn)!r} and {clean_name(other)!r} were converted with one seed, "
                     f"{state.seed}, and both have a layer {layer.fqn!r}; pass each its own seed, "
-                    "or call mf.quantize_ once, on a module that holds both"
+                    "or name, or call mf.quantize_ once, on a module that holds both"
                 )

@@ -95,6 +95,7 @@ class RecipeState(nn.Module):
 
     recipe: Recipe
     fqn: str  # its name when it was converted, which seeds its random stream
+    is_named: bool  # whether that is its own; else mf.step names it
     rng_state: RngState | None  # None: no spec of the recipe is stochastic
     draws: Draws
     stream: Tensor
@@ -182,13 +183,18 @@ class RecipeState(nn.Module):
         in_forward = (recipe.fprop.a, recipe.fprop.b)
         self.evaluates_unscaled = any(Spec.parse(spec).is_delayed for spec in in_forward)
         self.recipe = recipe
-        self.fqn = fqn
+        self.fqn, self.is_named = fqn, True
         self.rng_state = None
         self.draws = Draws()
         self.delayed = delayed
         self.stream_id = stream_id
         self.stream = stream
         self.amax_history = history
+
+    def rename(self, fqn: str) -> None:
+        """Draws random bits by another name."""
+        self.fqn, self.stream_id, self.is_named = fqn, ops.stream(fqn), True
+        self._move_state(self.stream.device)
 
     def op_state(self, device: torch.device) -> dict[str, Any]:
         """Returns rng, amax_history and stream of this forward by name, those that there are.
