@@ -3,6 +3,7 @@ inference mode, memory that is not contiguous. They work, or the report has the 
 """
 
 import copy
+import functools
 
 import minifloat as mf
 import pytest
@@ -244,3 +245,20 @@ def test_a_new_seed_after_all_parts_were_restored():
         grads.append([p.grad for p in m.parameters()])
         assert mf.training_state(m)["rng"].tolist() == [3, 2]
     assert all(torch.equal(a, b) for a, b in zip(*grads))
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_delayed"])
+def test_a_forward_that_is_wrapped_after_conversion_is_restored(recipe):
+    """Wraps methods as accelerate and PEFT do, with the bound method in an attribute or closure."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    x = torch.randn(4, 32)
+    want = model(x)
+    mf.quantize_(model, recipe, keep="nothing", verbose=False)
+    for layer in model:
+        layer._old_forward = layer.forward
+        layer.forward = functools.partial(lambda module, x: module._old_forward(x), layer)
+    method = model[1].forward
+    model[1].forward = lambda x: method(x)
+    assert not torch.equal(model(x), want)
+    mf.restore_(model)
+    assert torch.equal(model(x), want)
