@@ -262,3 +262,43 @@ def test_a_forward_that_is_wrapped_after_conversion_is_restored(recipe):
     assert not torch.equal(model(x), want)
     mf.restore_(model)
     assert torch.equal(model(x), want)
+
+
+LAZY = {
+    "linear": (lambda: nn.LazyLinear(K), ["2"]),
+    "convolution": (lambda: nn.LazyConv1d(4, 1), ["2.weight", "2.bias"]),
+    "norm": (lambda: nn.LazyBatchNorm1d(), ["2.weight", "2.bias"]),
+}
+CHOICES = [
+    {"recipe": "mxfp8"},
+    {"recipe": "nvfp4", "fuse": True},
+    {"recipe": "mxfp8", "primary": True},
+    {"recipe": "mxfp8", "keep": "head"},
+    {"recipe": "mxfp8", "keep": "nvfp4_paper"},
+]
+
+
+@pytest.mark.parametrize("arguments", CHOICES)
+@pytest.mark.parametrize("kind", LAZY)
+def test_a_lazy_module_is_named_and_the_rest_converted(kind, arguments):
+    make, names = LAZY[kind]
+    model = nn.Sequential(nn.Linear(K, N), nn.Linear(N, K), make())
+    model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(K, K), make()) for _ in range(8))
+    report = mf.quantize_(model, **{"keep": "nothing", "verbose": False} | arguments)
+    lazy = [name for name, why in report.skipped if why.startswith("lazy: it has no shape")]
+    assert [name for name in lazy if not name.startswith("blocks.")] == names
+    assert len(lazy) == 9 * len(names)
+    converted = [name for name, _ in report.converted]
+    assert converted
+    if arguments.keys() <= {"recipe", "fuse", "primary"}:
+        assert converted == ["0", "1", *(f"blocks.{i}.0" for i in range(8))]
+    mf.step(model)
+    mf.restore_(model)
+
+
+def test_a_lazy_layer_converts_after_its_first_forward():
+    model = nn.Sequential(nn.LazyLinear(N))
+    with pytest.raises(ValueError, match="nothing to convert; 1 x lazy: it has no shape"):
+        mf.quantize_(model, "mxfp8")
+    model(batch())
+    assert mf.quantize_(model, "mxfp8", verbose=False).converted == [("0", "mxfp8")]

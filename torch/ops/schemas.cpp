@@ -61,9 +61,10 @@ TORCH_LIBRARY(minifloat, m) {
 
   // What casts did to n matrices x (rows, cols), in float64 (n, numbers): those that
   // statistic_names names, then a histogram of the scales, 256 counts by the exponent field of
-  // fp32. batch_index: of each x in a batch, whose random bits it draws. result_error: of n results (rows, cols) the sums of squares of d = result - reference and
-  // of the reference; with the gradients of the loss also the sum of gradient * d, and the sum of
-  // squares of its sums of rows, (n, 4).
+  // fp32. batch_index: of each x in a batch, whose random bits it draws. result_error: of n results
+  // (rows, cols) the sums of squares of d = result - reference and of the reference; with the
+  // gradients of the loss also the sum of gradient * d, and the sum of squares of its sums of rows,
+  // (n, 4).
   m.def("statistic_names() -> str[]");
   m.def(
       "operand_statistics(Tensor[] x, str spec, bool columnwise=False, *, Tensor[]? amax=None, "

@@ -294,6 +294,8 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Computes the layer: (…, D) -> (…, D), in x's dtype or autocast's."""
         require_no_tangents("mf.MoE", (x, *self.parameters()))
+        if x.is_nested:
+            raise ValueError("mf.MoE: expected x as a dense tensor, got a nested tensor")
         x_TD = x.reshape(-1, x.shape[-1])
         indices, weights = self.router(x_TD)
         cast = self._token_cast(x_TD)

@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ...checks import require_text
 from ...nn.convert.filters import Filters, require_used
@@ -70,7 +71,7 @@ def require_experts(experts: object) -> dict[str, tuple[str, ...]]:
 def parameters_of(module: nn.Module, dims: int) -> tuple[str, ...]:
     """Returns the names of a module's parameters of so many dimensions."""
     named = module._parameters.items()
-    return tuple(name for name, p in named if p is not None and p.dim() == dims)
+    return tuple(n for n, p in named if p is not None and not is_lazy(p) and p.dim() == dims)
 
 
 def matrices_of_experts(module: nn.Module, fqn: str) -> Iterator[tuple[str, str]]:
@@ -215,7 +216,7 @@ def find_routers(model: nn.Module, selection: Selection) -> None:
         for name, module in modules[parent].named_modules():
             weight = module._parameters.get("weight")
             is_named = any(part in ROUTERS for part in name.split("."))
-            if not is_named or weight is None or weight.dim() != 2:
+            if not is_named or weight is None or is_lazy(weight) or weight.dim() != 2:
                 continue
             if weight.shape[0] in counts and module not in selection.routers:
                 fqn = join(parent, clean_name(name))

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from ..names import clean_name, join
 
@@ -106,7 +107,7 @@ def is_made_of_linears(module: nn.Module) -> bool:
     for each in module.modules():
         if isinstance(each, nn.Linear):
             has_linear = True
-        elif any(p is not None and p.dim() > 1 for p in each._parameters.values()):
+        elif any(is_lazy(p) or p.dim() > 1 for p in each.parameters(recurse=False)):
             return False
     return has_linear
 
@@ -117,7 +118,9 @@ def tables_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
         is_one = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         is_one |= "embedding" in type(module).__name__.lower()
         weight = module._parameters.get("weight")
-        if is_one and weight is not None and weight.dim() == 2 and len(weight) >= FEWEST:
+        if weight is None or is_lazy(weight):
+            continue
+        if is_one and weight.dim() == 2 and len(weight) >= FEWEST:
             yield fqn, module
 
 
@@ -162,7 +165,7 @@ def blocks_of(model: nn.Module) -> list[str]:
         if name.isdecimal() and not is_numbered(parent):
             lists.setdefault(parent, {})[join(parent, name)] = module
     sizes = {
-        parent: sum(p.numel() for module in modules.values() for p in module.parameters())
+        parent: sum(p.numel() for m in modules.values() for p in m.parameters() if not is_lazy(p))
         for parent, modules in reversed(lists.items())
     }
     if not sizes:

@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from ...recipe import Recipe
@@ -21,6 +22,8 @@ from ..names import clean_name, join, owners_of_parameters
 from ..state.recipe_state import WEIGHT_DTYPES
 from .filters import Filters
 from .same_result import difference, isolated, replica, seeded
+
+LAZY = "lazy: it has no shape before its first forward; it can be converted after that"
 
 
 @dataclass(frozen=True)
@@ -83,9 +86,12 @@ def is_attention(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
 
 
 def skipped_kinds(model: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yields (name, reason) of weights of linear layers that are no nn.Linear."""
+    """Yields (name, reason) of weights of linear layers that are no nn.Linear, or lazy."""
     for raw_fqn, module in model.named_modules():
         fqn = clean_name(raw_fqn)
+        lazy = [name for name, p in module.named_parameters(recurse=False) if is_lazy(p)]
+        if not isinstance(module, nn.Linear):
+            yield from ((join(fqn, name), LAZY) for name in lazy)
         if is_conv1d(module):
             what, why = type(module).__name__, reason_against_linear(module)
             how = "to convert it, first call minifloat.transformers.replace_conv1d_(model)"
@@ -149,6 +155,8 @@ def reason_of_kind(module: nn.Linear, is_read_past: bool) -> str | None:
             f"{type(module).__name__}: nn.MultiheadAttention reads its weight, and in_proj_weight, "
             "without calling a layer"
         )
+    if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
+        return LAZY
     if is_parametrized(module):
         return "parametrized (torch.nn.utils.parametrize); it can be converted before that"
     if type(module) is not nn.Linear:
