@@ -134,3 +134,16 @@ def test_codes_of_experts_that_were_assigned_refuse_it_too():
     assert isinstance(model.experts.w1, mf.QuantizedTensor)
     with pytest.raises(ValueError, match=r"which \S+\.w1 computes in, got torch\.float16"):
         model.half()
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_a_nested_tensor_is_refused(layout, is_training):
+    """Rows of several lengths have no shape that a cast or product could read."""
+    x = torch.nested.nested_tensor([torch.randn(n, 32) for n in (3, 5)], layout=layout)
+    layer = nn.Sequential(nn.Linear(32, 32))
+    mf.quantize_(layer, "nvfp4", keep="nothing", verbose=False)
+    mixture = mf.MoE(32, 32, experts=2, top_k=1, recipe="nvfp4")
+    for module in (layer, mixture):
+        with pytest.raises(ValueError, match="expected x as a dense tensor, got a nested tensor"):
+            module.train(is_training)(x)

@@ -9,7 +9,9 @@ namespace {
 
 void check_dense(const char* name, const Tensor& t) {
   bridge::check_value_dtype("linear", name, t);
-  TORCH_CHECK_VALUE(t.layout() == at::kStrided && !t.is_nested(), "linear: expected ", name,
+  TORCH_CHECK_VALUE(!t.is_nested(), "linear: expected ", name,
+                    " as a dense tensor, got a nested tensor");
+  TORCH_CHECK_VALUE(t.layout() == at::kStrided, "linear: expected ", name,
                     " as a dense tensor, got ", t.layout());
 }
 
