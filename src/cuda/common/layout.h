@@ -16,12 +16,14 @@ inline constexpr int kTile = 128;  // rows and columns: whole blocks and transfo
 
 // The divisor of floor(n / d) for n < 2^31: (floor(n * m / 2^32) + n) >> s, with s = ceil(log2 d)
 // and m = 2^32 (2^s - d) / d + 1 (Granlund and Montgomery, "Division by invariant integers using
-// multiplication", PLDI 1994).
+// multiplication", PLDI 1994). An empty tensor's sizes are 0: d is 0, a grid of so many parts has
+// no blocks, and divide(n) is n.
 struct Divisor {
   std::uint32_t d = 1, m = 1, s = 0;
 
   Divisor() = default;
   explicit Divisor(std::int64_t divisor) : d(static_cast<std::uint32_t>(divisor)) {
+    if (d == 0) return;
     while ((std::uint64_t{1} << s) < d) ++s;
     m = static_cast<std::uint32_t>((((std::uint64_t{1} << s) - d) << 32) / d + 1);
   }
