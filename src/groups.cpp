@@ -4,6 +4,7 @@
 #include <cstring>
 #include <limits>
 
+#include "memory_checks.h"
 #include "minifloat/error.h"
 #include "minifloat/group_checks.h"
 #include "minifloat/tensor_ref.h"
@@ -47,17 +48,29 @@ void build_group_table(const std::int32_t* offs, std::int64_t groups, std::int64
   check_device("build_group_table", device);
   MINIFLOAT_CHECK(0 <= groups && groups <= kMostGroups, "build_group_table: expected at most ",
                   kMostGroups, " groups, got ", groups);
-  MINIFLOAT_CHECK(rows >= 0 && grouped_cols(rows, kLargestUnit, groups) <=
-                                   std::numeric_limits<std::int32_t>::max(),
+  MINIFLOAT_CHECK(is_addressable({rows}) && grouped_cols(rows, kLargestUnit, groups) <=
+                                                std::numeric_limits<std::int32_t>::max(),
                   "build_group_table: expected 0 to 2^31 - 128 * (groups + 1) rows, got ", rows);
-  MINIFLOAT_CHECK(table && (offs || groups == 0),
-                  "build_group_table: expected ends and a table, got null");
+  Memory memory("build_group_table");
+  memory.reads("the groups' ends", offs, groups * 4, 4);
+  memory.writes("the table", table, bytes_of_table({table, static_cast<int>(groups)}), 4);
+  memory.require_apart();
   MINIFLOAT_ON(device, build_group_table(offs, groups, rows, table, execution));
 }
 
 void check_group_table(const char* function, const GroupTable& groups, Device device, int unit,
                        std::int64_t most) {
+  MINIFLOAT_CHECK(0 <= groups.count && groups.count <= kMostGroups, function, ": expected at most ",
+                  kMostGroups, " groups, got ", groups.count);
+  MINIFLOAT_CHECK(groups || groups.count == 0, function, ": expected a table of ", groups.count,
+                  " groups, got null");
+  for (const int of_unit : {groups.unit, unit})
+    MINIFLOAT_CHECK(of_unit == 0 || is_group_unit(of_unit), function,
+                    ": expected a unit of 16, 32, 64 or 128 columns of groups, or 0, got ",
+                    of_unit);
   if (!groups || device != Device::kCpu) return;
+  MINIFLOAT_CHECK(reinterpret_cast<std::uintptr_t>(groups.table) % 4 == 0, function,
+                  ": expected a table of groups at a multiple of 4 bytes");
   const std::int32_t* const rows = groups.of_rows();
   const std::int32_t* const places = groups.under(unit);
   bool is_table = rows[0] == 0 && places[0] == 0;
@@ -75,7 +88,15 @@ void check_group_table(const char* function, const GroupTable& groups, Device de
 void clear_past_groups(const GroupTable& groups, void* rows, std::int64_t row_bytes,
                        std::int64_t count, Device device, const Execution& execution) {
   check_device("clear_past_groups", device);
+  MINIFLOAT_CHECK(is_addressable({count, row_bytes}),
+                  "clear_past_groups: expected sizes of zero or ", "more, 2^48 bytes at most, got ",
+                  count, " rows of ", row_bytes);
+  check_group_table("clear_past_groups", groups, device, 0, count);
   if (!groups || row_bytes == 0 || count == 0) return;
+  Memory memory("clear_past_groups");
+  memory.reads("the groups", groups.table, bytes_of_table(groups), 4);
+  memory.writes("rows", rows, count * row_bytes);
+  memory.require_apart();
   MINIFLOAT_ON(device, clear_past_groups(groups, rows, row_bytes, count, execution));
 }
 

@@ -2,9 +2,11 @@
 #include "minifloat/messages.h"
 
 #include "cpu/messages.h"
+#include "memory_checks.h"
 #include "minifloat/core/block.h"
 #include "minifloat/error.h"
 #include "on_device.h"
+#include "quantize_checks.h"
 #if defined(MINIFLOAT_WITH_CUDA)
 #include "cuda/dequantize/messages.h"
 #endif
@@ -12,6 +14,8 @@
 namespace minifloat {
 
 MessageLayout message_layout(const Spec& spec, std::int64_t cols) {
+  check_spec("messages", spec);
+  MINIFLOAT_CHECK(is_addressable({cols}), "messages: expected 0 to 2^48 values, got ", cols);
   if (spec.is_bf16()) return {2 * cols, 2 * cols};
   MINIFLOAT_CHECK(spec.has_blocks() && !spec.has_blocks_2d() && spec.rule != ScaleRule::kNvfp4,
                   "messages: expected bf16, or a spec whose scales are those of blocks of one row "
@@ -27,10 +31,18 @@ MessageLayout message_layout(const Spec& spec, std::int64_t cols) {
 void quantize_messages(const TensorRef& x, const Spec& spec, const Random& random,
                        std::uint8_t* messages, const Execution& execution) {
   const MessageLayout layout = message_layout(spec, x.cols);
+  Memory memory("quantize_messages");
+  check_values("quantize_messages", x, memory);
   MINIFLOAT_CHECK(x.batch == 1 && !x.groups,
                   "quantize_messages: expected one matrix without groups, got a batch of ",
                   x.batch);
   if (x.cols == 0) return;  // any number of rows
+  MINIFLOAT_CHECK(is_addressable({x.rows, layout.bytes}),
+                  "quantize_messages: expected 2^48 bytes at most, got ", x.rows, " messages of ",
+                  layout.bytes);
+  memory.writes("messages", messages, x.rows * layout.bytes, spec.scale_bytes());
+  memory.require_apart();
+  if (x.rows == 0) return;
   Operand operand;
   operand.spec = spec;
   operand.random = random;
@@ -42,12 +54,16 @@ void quantize_messages(const TensorRef& x, const Spec& spec, const Random& rando
 
 void sum_messages(const Messages& m, DType dtype, void* out, const Execution& execution) {
   check_device("sum_messages", m.device);
+  check_dtype("sum_messages", dtype);
   const MessageLayout layout = message_layout(m.spec, m.cols);
   MINIFLOAT_CHECK(m.ranks > 0 && m.cols >= 0 && is_addressable({m.ranks, layout.bytes}),
                   "sum_messages: expected one message or more, 2^48 bytes at most, got ", m.ranks,
                   " of ", m.cols, " values");
   if (m.cols == 0) return;
-  MINIFLOAT_CHECK(m.data && out, "sum_messages: expected messages and a sum, got null");
+  Memory memory("sum_messages");
+  memory.reads("messages", m.data, m.ranks * layout.bytes);
+  memory.writes("the sum", out, m.cols * size_of(dtype), size_of(dtype));
+  memory.require_apart();
   MINIFLOAT_ON(m.device, sum_messages(m, layout, dtype, out, execution));
 }
 

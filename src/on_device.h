@@ -13,8 +13,11 @@
 
 namespace minifloat {
 
-inline void check_device([[maybe_unused]] const char* function, [[maybe_unused]] Device device) {
-#if !defined(MINIFLOAT_WITH_CUDA)
+inline void check_device(const char* function, Device device) {
+#if defined(MINIFLOAT_WITH_CUDA)
+  MINIFLOAT_CHECK(device == Device::kCpu || device == Device::kCuda, function,
+                  ": expected the device kCpu or kCuda, got ", static_cast<int>(device));
+#else
   MINIFLOAT_CHECK(
       device == Device::kCpu, function,
       ": expected a tensor on the CPU, got one on CUDA: this build has no CUDA backend");

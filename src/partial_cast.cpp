@@ -8,26 +8,35 @@
 #if defined(MINIFLOAT_WITH_CUDA)
 #include "cuda/backend.h"
 #endif
+#include "memory_checks.h"
 #include "minifloat/error.h"
 #include "on_device.h"
+#include "quantize_checks.h"
 
 namespace minifloat {
 namespace {
 
 // Checks that the values of every block that begins in a shard are there.
-void check_blocks(const char* function, const PartialCast& cast) {
-  if (cast.shard.empty() || cast.following) return;
+void check_blocks(const char* function, const PartialCast& cast, Memory& memory) {
+  if (cast.shard.empty()) return;
   const AmaxGrid grid = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols);
   const WeightBlocks blocks = {cast.rows, cast.cols, grid.height, grid.width};
+  if (!blocks.are_split(cast.shard.end)) return;
+  const std::int64_t following = blocks.around(cast.shard.end).end - cast.shard.end;
+  if (cast.following)
+    return memory.reads("the values that follow", cast.following, following * 4, 4);
   MINIFLOAT_CHECK(
-      !blocks.are_split(cast.shard.end), function, ": ", cast.spec.str(),
+      false, function, ": ", cast.spec.str(),
       " reads the values of whole blocks; expected a shard that ends between blocks of ",
       grid.height, " x ", grid.width, ", or the values that follow it, got [", cast.shard.begin,
       ", ", cast.shard.end, ") of ", cast.rows, " x ", cast.cols);
 }
 
-void check_cast(const char* function, const PartialCast& cast) {
+void check_cast(const char* function, const PartialCast& cast, Memory& memory) {
   const Spec& spec = cast.spec;
+  check_spec(function, spec);
+  check_dtype(function, cast.dtype);
+  check_dtype(function, cast.compute);
   MINIFLOAT_CHECK(!spec.is_bf16() && !spec.stochastic && spec.transform == 0, function,
                   ": expected a spec that rounds to nearest without a transform, got ", spec.str());
   MINIFLOAT_CHECK(is_addressable({cast.rows, cast.cols}), function,
@@ -41,6 +50,11 @@ void check_cast(const char* function, const PartialCast& cast) {
                   ": expected the values of a shard of ", cast.shard.size(), ", got null");
   MINIFLOAT_CHECK(cast.amaxes || cast.rows * cast.cols == 0, function,
                   ": expected memory for amaxes, got null");
+  memory.reads("the master", cast.master, cast.shard.size() * size_of(cast.dtype),
+               size_of(cast.dtype));
+  if (cast.rows * cast.cols > 0)
+    memory.writes("amaxes", cast.amaxes,
+                  amax_grid(spec, cast.columnwise, cast.rows, cast.cols).count() * 4, 4);
 }
 
 void choose_on([[maybe_unused]] Device device, std::span<const PartialCast> casts,
@@ -64,22 +78,31 @@ std::vector<PartialCast> casts_to_choose(std::span<const PartialCast> casts) {
   return chosen;
 }
 
-void check_outputs(const PartialCast& cast) {
+void check_outputs(const PartialCast& cast, Memory& memory) {
   const bool any = cast.rows * cast.cols > 0;
   MINIFLOAT_CHECK(cast.scale || !any, "partial_cast: expected a scale buffer, got null");
   MINIFLOAT_CHECK(cast.codes || cast.shard.empty(), "partial_cast: expected codes, got null");
   MINIFLOAT_CHECK(cast.amax || !cast.spec.delayed, "partial_cast: ", cast.spec.str(),
                   " needs the active amax, got null");
   const Span bytes = FlatShard{cast.cols, cast.shard}.code_bytes(cast.spec.code_bits());
-  MINIFLOAT_CHECK(bytes.empty() || cast.first_byte <= bytes.begin,
+  MINIFLOAT_CHECK(bytes.empty() || (0 <= cast.first_byte && cast.first_byte <= bytes.begin),
                   "partial_cast: expected codes from byte ", bytes.begin, " on, got from ",
                   cast.first_byte);
+  if (!any) return;
+  const Spec& spec = cast.spec;
+  const AmaxGrid grid = amax_grid(spec, cast.columnwise, cast.rows, cast.cols);
+  if (!bytes.empty()) memory.writes("codes", cast.codes, bytes.end - cast.first_byte);
+  memory.writes("scales", cast.scale, grid.cells() * spec.scale_bytes(), spec.scale_bytes());
+  const std::int64_t amaxes = spec.has_row_amax() ? grid.cells() : spec.has_tensor_amax() ? 1 : 0;
+  if (cast.amax) memory.writes("amaxes of parts", cast.amax, amaxes * 4, 4);
 }
 
 }  // namespace
 
 AmaxGrid amax_grid(const Spec& spec, bool columnwise, std::int64_t rows, std::int64_t cols) {
   AmaxGrid grid;
+  check_spec("amax_grid", spec);
+  check_sizes("amax_grid", 1, rows, cols);
   if (rows == 0 || cols == 0) return grid;
   grid.height = spec.has_blocks() ? spec.block_rows : spec.has_row_amax() ? 1 : rows;
   grid.width = spec.has_blocks() ? spec.block_cols : cols;
@@ -93,27 +116,36 @@ AmaxGrid amax_grid(const Spec& spec, bool columnwise, std::int64_t rows, std::in
 
 void partial_amax(std::span<const PartialCast> casts, Device device, const Execution& execution) {
   check_device("partial_amax", device);
-  for (const PartialCast& cast : casts) check_cast("partial_amax", cast);
+  Memory memory("partial_amax");
+  for (const PartialCast& cast : casts) {
+    check_cast("partial_amax", cast, memory);
+    memory.require_apart();
+  }
   MINIFLOAT_ON(device, partial_amax(casts, execution));
 }
 
 void choose_scales(std::span<const PartialCast> casts, Device device, const Execution& execution) {
   check_device("choose_scales", device);
   std::vector<PartialCast> read;
+  Memory memory("choose_scales");
   for (const PartialCast& cast : casts) {
-    check_cast("choose_scales", cast);
-    if (!cast.spec.reads_values()) continue;
-    check_blocks("choose_scales", cast);
-    read.push_back(cast);
+    check_cast("choose_scales", cast, memory);
+    if (cast.spec.reads_values()) {
+      check_blocks("choose_scales", cast, memory);
+      read.push_back(cast);
+    }
+    memory.require_apart();
   }
   choose_on(device, read, execution);
 }
 
 void partial_cast(std::span<const PartialCast> casts, Device device, const Execution& execution) {
   check_device("partial_cast", device);
+  Memory memory("partial_cast");
   for (const PartialCast& cast : casts) {
-    check_cast("partial_cast", cast);
-    check_outputs(cast);
+    check_cast("partial_cast", cast, memory);
+    check_outputs(cast, memory);
+    memory.require_apart();
   }
   choose_on(device, casts_to_choose(casts), execution);
   MINIFLOAT_ON(device, partial_cast(casts, execution));
@@ -122,23 +154,32 @@ void partial_cast(std::span<const PartialCast> casts, Device device, const Execu
 void transpose_many(std::span<const Transpose> matrices, Device device,
                     const Execution& execution) {
   check_device("transpose_many", device);
+  Memory memory("transpose_many");
   for (const Transpose& m : matrices) {
     MINIFLOAT_CHECK(m.bits == 4 || m.bits == 8 || m.bits == 32,
                     "transpose_many: expected elements of 4, 8 or 32 bits, got ", m.bits);
     MINIFLOAT_CHECK(is_addressable({m.rows, m.cols}),
                     "transpose_many: expected sizes of zero or more, 2^48 elements at most, got ",
                     m.rows, " x ", m.cols);
-    MINIFLOAT_CHECK((m.from && m.to) || m.rows * m.cols == 0,
-                    "transpose_many: expected memory to read and to write, got null");
+    const auto bytes = [&](std::int64_t rows, std::int64_t cols) {
+      return rows * ceil_div<std::int64_t>(cols * m.bits, 8);
+    };
+    memory.reads("a matrix", m.from, bytes(m.rows, m.cols), m.bits == 32 ? 4 : 1);
+    memory.writes("its transpose", m.to, bytes(m.cols, m.rows), m.bits == 32 ? 4 : 1);
+    memory.require_apart();
   }
   MINIFLOAT_ON(device, transpose_many(matrices, execution));
 }
 
 void copy_many(std::span<const Copy> copies, Device device, const Execution& execution) {
   check_device("copy_many", device);
-  for (const Copy& c : copies)
-    MINIFLOAT_CHECK((c.from && c.to) || c.bytes == 0,
-                    "copy_many: expected memory to read and to write, got null");
+  Memory memory("copy_many");
+  for (const Copy& c : copies) {
+    check_size("copy_many", "bytes", c.bytes);
+    memory.reads("bytes", c.from, c.bytes);
+    memory.writes("their copy", c.to, c.bytes);
+    memory.require_apart();
+  }
   MINIFLOAT_ON(device, copy_many(copies, execution));
 }
 

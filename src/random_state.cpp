@@ -3,6 +3,8 @@
 
 #include <atomic>
 
+#include "memory_checks.h"
+#include "minifloat/core/philox.h"
 #include "on_device.h"
 #if defined(MINIFLOAT_WITH_CUDA)
 #include "cuda/state/state.h"
@@ -25,6 +27,10 @@ void advance_random_state(std::int64_t* state, std::int64_t* copy, const Executi
 void advance_random_state(std::int64_t* state, std::int64_t* copy, Device device,
                           [[maybe_unused]] const Execution& execution) {
   check_device("advance_random_state", device);
+  Memory memory("advance_random_state");
+  memory.writes("the state", state, 2 * 8, 8);
+  memory.writes("its copy", copy, 2 * 8, 8);
+  memory.require_apart();
   MINIFLOAT_ON(device, advance_random_state(state, copy, execution));
 }
 

@@ -1,5 +1,6 @@
 #include "minifloat/spec.h"
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <utility>
@@ -163,6 +164,29 @@ std::string Spec::str() const {
   for (const auto& [name, points] : kTransforms)
     if (points == transform && !is_eden()) text += "+" + std::string(name);
   return text;
+}
+
+bool Spec::is_valid() const {
+  if (is_bf16()) return *this == Spec{};
+  const auto is_one_of = [](const auto& list, auto fits) {
+    return std::any_of(list.begin(), list.end(), fits);
+  };
+  return is_one_of(kBases,
+                   [&](const Base& base) {
+                     return base.elements == elements && base.rule == rule &&
+                            base.block_rows == block_rows && base.block_cols == block_cols;
+                   }) &&
+         (scale_rounding == ScaleRounding::kDefault ||
+          is_one_of(kRoundingFlags,
+                    [&](const RoundingFlag& flag) {
+                      return flag.rounding == scale_rounding && flag.rule == rule;
+                    })) &&
+         (is_eden() ? stochastic && transform == kEdenPoints && !has_blocks_2d()
+                    : transform == 0 || is_one_of(kTransforms,
+                                                  [&](const auto& named) {
+                                                    return named.second == transform;
+                                                  })) &&
+         (!delayed || rule == ScaleRule::kTensor);
 }
 
 ScaleType Spec::scale_type() const {

@@ -68,6 +68,7 @@ struct Spec {
   static Spec parse(std::string_view text);
   std::string str() const;  // canonical: parse(str()) == *this
   bool operator==(const Spec&) const = default;
+  bool is_valid() const;  // whether parse returns such a spec
 
   bool is_bf16() const { return elements == Elements::kBf16; }
   bool is_fp8() const { return elements == Elements::kE4m3 || elements == Elements::kE5m2; }

@@ -24,8 +24,10 @@ struct TensorRef {
   std::int64_t row_stride = 0;
   Device device = Device::kCpu;
   GroupTable groups = {};  // of the rows, with a batch of 1
-  // Of each row, its row in the memory at `data`; null: its position. With groups alone.
+  // Of each row, its row in the memory at `data`, which has from_rows of them; null: its position.
+  // With groups alone. A row out of range raises Error on the CPU; a GPU reads the last one instead.
   const std::int32_t* rows_from = nullptr;
+  std::int64_t from_rows = 0;
 };
 
 // A function that calls body(context, begin, end) over disjoint ranges that cover [0, count),

@@ -42,7 +42,7 @@ class GatheredRows {
   explicit GatheredRows(const TensorRef& x) : x_(x) {
     const std::int64_t bytes = x.cols * bytes_of(x.dtype), end = x.groups.of_rows()[x.groups.count];
     memory_.resize(static_cast<std::size_t>(end * bytes));
-    for (std::int64_t r = 0; r < end; ++r)
+    for (std::int64_t r = 0; bytes > 0 && r < end; ++r)
       std::memcpy(
           memory_.data() + r * bytes,
           static_cast<const char*>(x.data) + x.rows_from[r] * x.row_stride * bytes_of(x.dtype),

@@ -206,6 +206,7 @@ void choose_row(const PartialCast& cast, const AmaxGrid& grid, std::int64_t cell
 template <class F>
 void store_scales(const PartialCast& cast) {
   const AmaxGrid grid = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols);
+  if (grid.cells() == 0) return;
   const TensorScale tensor = tensor_scale<F>(cast, grid);
   for (std::int64_t r = 0; r < grid.rows; ++r)
     for (std::int64_t c = 0; c < grid.cols; ++c) {
@@ -360,7 +361,7 @@ void transpose_many(std::span<const Transpose> matrices, const Execution& execut
 
 void copy_many(std::span<const Copy> copies, const Execution&) {
   for (const Copy& c : copies)
-    if (!c.is_or) std::memcpy(c.to, c.from, static_cast<std::size_t>(c.bytes));
+    if (!c.is_or && c.bytes > 0) std::memcpy(c.to, c.from, static_cast<std::size_t>(c.bytes));
   for (const Copy& c : copies)
     for (std::int64_t i = 0; c.is_or && i < c.bytes; ++i) c.to[i] |= c.from[i];
 }

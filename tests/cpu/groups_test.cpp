@@ -49,6 +49,28 @@ TEST(GroupTable, MovesEndsToTheNearestLegalOnes) {
   for (const auto& offs : moved) EXPECT_EQ(table_of(offs, 50), table_of({0, 20, 20, 50, 50}, 50));
 }
 
+TEST(GroupTable, RefusesRowsThatAreNotThere) {
+  const std::vector<float> values(4 * 32, 1.0f);
+  const Guarded<std::int32_t> table = table_of({3}, 5);
+  std::vector<std::int32_t> rows_from = {0, 3, 1, 1000, 1000};  // rows past the group are not read
+  Guarded<float> out(5);
+  const TensorRef x = {.data = values.data(),
+                       .rows = 5,
+                       .cols = 32,
+                       .row_stride = 32,
+                       .groups = {table.data(), 1, 0},
+                       .rows_from = rows_from.data(),
+                       .from_rows = 4};
+  amax(x, {.spec = Spec::parse("e4m3/row")}, out.data());
+  EXPECT_EQ(out[2], 1.0f);
+  for (const std::int32_t bad : {4, 1000, -1}) {
+    rows_from[1] = bad;
+    Guarded<float> refused(5);
+    EXPECT_THROW(amax(x, {.spec = Spec::parse("e4m3/row")}, refused.data()), Error);
+    EXPECT_TRUE(refused.untouched());
+  }
+}
+
 TEST(GroupTable, RefusesTooManyGroupsAndRows) {
   std::int32_t end = 0, table[2 * kGroupTableRows] = {};
   const auto build = [&](std::int64_t groups, std::int64_t rows) {

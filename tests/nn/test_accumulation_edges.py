@@ -95,6 +95,9 @@ def test_wrong_texts():
         ops.linear(x, w, None, "mxfp8", accumulate="main_grad")
     with pytest.raises(ValueError, match="expected no main_grad under accumulate='grad', got one"):
         ops.linear(x, w, None, "mxfp8", accumulate="grad", main_grad=torch.zeros(8, 8))
+    for shared in (w.detach(), w.detach().t()):
+        with pytest.raises(ValueError, match="expected main_grad with memory of its own, got the"):
+            ops.linear(x, w, None, "mxfp8", accumulate="main_grad", main_grad=shared)
 
 
 # ---- threads -------------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ def test_errors() -> None:
         ops.quantize(X, "mxfp8", "", groups=groups, rows_from=FROM.long())
     bad = FROM.clone()
     bad[4] = 9
-    with pytest.raises(ValueError, match="expected rows_from of 0 to 8, got 9 for row 4"):
+    with pytest.raises(ValueError, match="expected rows_from of 0 to 8, got 9 at 4"):
         ops.quantize(X, "mxfp8", "", groups=groups, rows_from=bad)
 
 

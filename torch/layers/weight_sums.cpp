@@ -107,6 +107,10 @@ void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& weig
                     ": expected main_grad with memory for each element, got strides ",
                     main_grad.sym_strides());
   bridge::check_memory_if_real(op, "main_grad", main_grad);
+  if (!bridge::is_real(main_grad) || !bridge::is_real(weight)) return;
+  const at::MemOverlapStatus shared = at::get_overlap_status(main_grad, weight);
+  TORCH_CHECK_VALUE(shared != at::MemOverlapStatus::Full && shared != at::MemOverlapStatus::Partial,
+                    op, ": expected main_grad with memory of its own, got the weight's");
 }
 
 WeightSum sum_of_weight(const Accumulation& accumulation, const Tensor& main_grad,

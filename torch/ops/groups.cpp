@@ -95,14 +95,9 @@ void set_groups(const char* op, const Groups& groups, std::int64_t unit, TensorR
   bridge::check_memory(op, "rows_from", from);
   TORCH_CHECK_VALUE(from.is_contiguous(), op, ": expected contiguous rows_from, got strides ",
                     from.strides());
-  const std::int64_t rows = to.rows;
+  to.from_rows = to.rows;
   to.rows = from.size(0);
   to.rows_from = from.const_data_ptr<std::int32_t>();
-  if (to.device != Device::kCpu) return;
-  for (std::int64_t r = 0; r < to.groups.of_rows()[to.groups.count]; ++r)
-    TORCH_CHECK_VALUE(0 <= to.rows_from[r] && to.rows_from[r] < rows, op,
-                      ": expected rows_from of 0 to ", rows - 1, ", got ", to.rows_from[r],
-                      " for row ", r);
 }
 
 GroupTable group_table_of(const char* op, const Groups& groups, std::int64_t unit) {

@@ -1,6 +1,7 @@
 // The kernels' view of x.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "minifloat/core/block.h"
@@ -15,6 +16,7 @@ struct Source {
   // Whether 16 elements that start at a multiple of 16 columns start at a multiple of 16 bytes.
   bool aligned;
   const std::int32_t* rows_from;  // of each row, its row at `data`; null: its position
+  std::uint32_t last_row;         // at `data`, of those that rows_from names
 };
 
 inline Source source_of(const TensorRef& x) {
@@ -24,7 +26,14 @@ inline Source source_of(const TensorRef& x) {
                        (x.batch <= 1 || x.batch_stride * size % 16 == 0);
   // Groups are numbered as the matrices of a batch, and lie in one matrix.
   const std::int64_t batch_stride = x.groups ? 0 : x.batch_stride;
-  return {x.data, batch_stride, x.row_stride, x.rows, x.cols, aligned, x.rows_from};
+  return {x.data,
+          batch_stride,
+          x.row_stride,
+          x.rows,
+          x.cols,
+          aligned,
+          x.rows_from,
+          static_cast<std::uint32_t>(std::clamp<std::int64_t>(x.from_rows - 1, 0, 0x7FFF'FFFF))};
 }
 
 }  // namespace minifloat::cuda

@@ -84,11 +84,15 @@ __device__ __forceinline__ const T* row_at(const Source& x, std::uint32_t batch,
                                            std::uint32_t row) {
   return static_cast<const T*>(x.data) + batch * x.batch_stride + row * x.row_stride;
 }
+// Returns the row at x.data of row `row`: the last one where rows_from names none that is there.
+__device__ __forceinline__ std::uint32_t row_from(const Source& x, std::uint32_t row) {
+  return min(static_cast<std::uint32_t>(__ldg(x.rows_from + row)), x.last_row);
+}
 // Returns row `row` of a matrix of x.
 template <class T>
 __device__ __forceinline__ const T* row_of(const Source& x, std::uint32_t batch,
                                            std::uint32_t row) {
-  if (x.rows_from) row = static_cast<std::uint32_t>(__ldg(x.rows_from + row));
+  if (x.rows_from) row = row_from(x, row);
   return row_at<T>(x, batch, row);
 }
 
@@ -231,7 +235,7 @@ struct SharedTile {
     for (unsigned i = 0; i < kTile / kStep; ++i) {
       const unsigned r = first + i * kStep;
       at[i] = tile.row + r - skip;
-      if (x.rows_from) at[i] = is_inside(r) ? __ldg(x.rows_from + at[i]) : 0;
+      if (x.rows_from) at[i] = is_inside(r) ? row_from(x, at[i]) : 0;
     }
 #pragma unroll
     for (unsigned i = 0; i < kTile / kStep; ++i) {

@@ -14,6 +14,7 @@ struct VecRun {
   Divisor vecs_of_row;
   const std::int32_t* rows_from;  // of groups: Source's; then rows lie `pitch` chunks apart
   std::int64_t pitch;
+  std::uint32_t last_row;  // Source's
 };
 
 // Returns vec16 u; zeros past the end.   kInGroup: its row may lie anywhere
@@ -25,7 +26,9 @@ __device__ __forceinline__ Vec16<Bf16> load_vec(const VecRun& run, std::uint32_t
   if constexpr (kInGroup)
     if (run.rows_from) {
       const std::uint32_t row = run.vecs_of_row.divide(u);
-      from = run.x + __ldg(run.rows_from + row) * run.pitch + (u - row * run.vecs_of_row.d) * 2;
+      const std::uint32_t at =
+          min(static_cast<std::uint32_t>(__ldg(run.rows_from + row)), run.last_row);
+      from = run.x + at * run.pitch + (u - row * run.vecs_of_row.d) * 2;
     }
   *reinterpret_cast<uint4*>(&vec) = __ldg(from);
   *(reinterpret_cast<uint4*>(&vec) + 1) = __ldg(from + 1);
@@ -101,8 +104,12 @@ __device__ __forceinline__ FirstPart find_first_part(const VecRun& run, const Pa
 // Returns the vec16s of all rows of x as one run.
 inline VecRun run_of(const QuantizeArgs& args) {
   const std::int64_t of_row = args.x.cols / kVec, count = args.batch * args.x.rows * of_row;
-  return {static_cast<const uint4*>(args.x.data), static_cast<std::uint32_t>(count),
-          Divisor(of_row), args.x.rows_from, args.x.row_stride / (kVec / 2)};
+  return {static_cast<const uint4*>(args.x.data),
+          static_cast<std::uint32_t>(count),
+          Divisor(of_row),
+          args.x.rows_from,
+          args.x.row_stride / (kVec / 2),
+          args.x.last_row};
 }
 // Returns whether the rows of x are a run of whole blocks.
 inline bool is_run(const QuantizeArgs& args) {
