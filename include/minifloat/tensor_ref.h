@@ -25,7 +25,7 @@ struct TensorRef {
   Device device = Device::kCpu;
   GroupTable groups = {};  // of the rows, with a batch of 1
   // Of each row, its row in the memory at `data`, which has from_rows of them; null: its position.
-  // With groups alone. A row out of range raises Error on the CPU; a GPU reads the last one instead.
+  // With groups alone. A row out of range raises Error on the CPU; a GPU reads the last one.
   const std::int32_t* rows_from = nullptr;
   std::int64_t from_rows = 0;
 };

@@ -1,6 +1,6 @@
-// One call of the C++ API as the fuzzer draws it: legal arguments in memory of their exact size, and
-// the faults that a caller could put into them. Each fault must raise Error, with no byte of memory
-// changed.
+// One call of the C++ API as the fuzzer draws it: legal arguments in memory of their exact size,
+// and the faults that a caller could put into them. Each fault must raise Error, with no byte of
+// memory changed.
 #pragma once
 
 #include <algorithm>
