@@ -6,7 +6,14 @@ from types import SimpleNamespace
 import minifloat as mf
 import pytest
 import torch
-from minifloat.moe.convert.projections import ProjectionExperts, register_implementation
+from minifloat.moe.convert.known import COUNTED, KNOWN, is_known
+from minifloat.moe.convert.projections import (
+    ProjectionExperts,
+    compare_projections,
+    register_implementation,
+)
+from minifloat.moe.convert.same_forward import code_starts
+from minifloat.nn.convert.foreign_code import code_of, digest_of
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -43,6 +50,70 @@ def test_every_class_is_in_one_group():
     assert names >= {*LEFT_OUT, *OF_LINEAR_LAYERS}
     assert len(CLASSES) == 69
     assert len(CONVERTED) == 62
+
+
+COMPARED = {"LongcatFlashExperts"}  # whose settings change the formula: compared at conversion
+
+
+def digest(module: nn.Module) -> str | None:
+    """Returns the digest of the code that a conversion replaces."""
+    return digest_of(code_of(type(module), *code_starts(module)))
+
+
+def test_the_table_has_the_digest_of_every_class():
+    """A class with another digest is compared at conversion until the table has it."""
+    missing = []
+    for name in CONVERTED:
+        module = build(name)
+        if type(module).__name__ not in COMPARED and not is_known(module):
+            missing.append(f'"{digest(module)}": "{name}"')
+    if (
+        titan := pytest.importorskip("torchtitan.models.moe.moe", exc_type=ImportError)
+    ) is not None:
+        module = titan.GroupedExperts(D, H, E, False)
+        if not is_known(module):
+            missing.append(f'"{digest(module)}": {COUNTED}')
+    assert not missing, "known.py lacks " + ", ".join(missing)
+    names = {(type(m).__module__, type(m).__qualname__) for m in map(build, CONVERTED)}
+    assert {cls for cls in KNOWN if cls[0].startswith("transformers")} <= names
+
+
+def test_the_table_has_the_digest_of_torchtitan():
+    titan = pytest.importorskip("torchtitan.models.moe.moe", exc_type=ImportError)
+    module = titan.GroupedExperts(D, H, E, False)
+    assert is_known(module), f'known.py lacks "{digest(module)}" of GroupedExperts'
+
+
+@pytest.mark.slow  # tests/moe/test_same_experts.py visits the same code
+def test_one_class_of_each_digest_equals_its_conversion_in_full():
+    """The comparison of an unknown class, for each code in the table."""
+    modules = {digest(module): module for module in map(build, CONVERTED)}
+    assert len(modules) == len({d for c, d in KNOWN.items() if c not in COUNTED.values()}) + 1
+    for module in modules.values():
+        assert compare_projections(module) is None, type(module).__name__
+
+
+def test_a_class_whose_code_is_patched_is_compared(monkeypatch):
+    name = next(n for n in CLASSES if n.endswith("MixtralExperts"))
+    kind, forward = type(build(name)), type(build(name)).forward.__wrapped__
+
+    def patched(self, hidden_states, top_k_index, top_k_weights):
+        return 2 * forward(self, hidden_states, top_k_index, top_k_weights)
+
+    assert is_known(build(name))
+    monkeypatch.setattr(kind, "forward", patched)
+    assert not is_known(build(name))
+    why = ProjectionExperts.reason_against(build(name))
+    assert why is not None
+    assert why.startswith("differs from minifloat's by 0.5 of")
+
+
+def test_experts_that_are_the_identity_are_left_out(monkeypatch):
+    """LongCat-Flash has experts without matrices, and matrices of different numbers."""
+    monkeypatch.setitem(SIZES, "zero_expert_num", 2)
+    name = next(n for n in CLASSES if n.endswith("LongcatFlashExperts"))
+    skipped = dict(mf.quantize_(model_of(name), "mxfp8", verbose=False).skipped)
+    assert "of no known layout" in skipped["experts.down_proj"]
 
 
 def model_of(name: str) -> nn.Module:

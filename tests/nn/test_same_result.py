@@ -1,7 +1,8 @@
 """Replicas of modules, and the contexts that their comparison runs outside of."""
 
 import torch
-from minifloat.nn.convert.same_result import isolated, replica
+from minifloat.nn.convert.replica import replica
+from minifloat.nn.convert.same_result import isolated
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 

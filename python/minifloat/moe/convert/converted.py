@@ -20,18 +20,20 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from ...nn.convert.foreign_code import Settings
 from ...nn.grouped_product import (
     GroupedProduct,
     HasProducts,
-    ProductCall,
     call_of,
     matrix_of,
     product_of,
@@ -40,10 +42,19 @@ from ...nn.hooks import is_distributed
 from ...nn.names import PRODUCT, join
 from ...nn.state.recipe_state import ExpertRange
 from ..feed_forward import Gate, Order, Products, compute_dtype
-from .same_forward import compare_forward, compare_grouped_mm, counted_calls
+from .known import is_known
+from .same_forward import (
+    class_of,
+    code_starts,
+    compare_forward,
+    compare_grouped_mm,
+    counted_call,
+    expected_counted,
+)
+from .settings import SETTINGS, read_settings, require_settings
 
 NAMES = ("w1", "w3", "w2")  # of torchtitan: (E, I, D), (E, I, D), (E, D, I)
-# The activation is in a module's code, not in its parameters, so modules are known by class.
+# The activation is in a module's code, not in its parameters, so modules are found by class.
 CLASSES = (("torchtitan.models.moe.moe", "GroupedExperts"),)
 # Products that NamedExperts replace.
 GROUPED = (torch._grouped_mm, F.grouped_mm)
@@ -55,6 +66,7 @@ class Converted(HasProducts, nn.Module):
 
     original: ClassVar[type[nn.Module]]
     form: ClassVar[type[Converted]]
+    _settings: Settings = ()
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -66,8 +78,25 @@ class Converted(HasProducts, nn.Module):
         """Returns how a module's forward parts from its conversion; None: not at all."""
         return None
 
+    @staticmethod
+    def replaced(module: nn.Module) -> tuple[Callable[..., object], ...]:
+        """Returns the functions of a module's class that the conversion stands for."""
+        return ()
+
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
-        return rebuilt, (self.original, self.form), self.__dict__.copy()
+        require_settings(self)
+        state = {name: v for name, v in self.__dict__.items() if name != SETTINGS}
+        return rebuilt, (self.original, self.form), state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        keep_settings(self)
+
+
+def keep_settings(module: Converted) -> None:
+    """Keeps the settings that the functions which a conversion replaces read, at its conversion."""
+    replaced = module.form.replaced(module)
+    module.__dict__[SETTINGS] = read_settings(module, ("original",), *replaced) if replaced else ()
 
 
 def converted_class(original: type[nn.Module], form: type[Converted]) -> type[Converted]:
@@ -126,7 +155,9 @@ class NamedExperts(Converted):
     """A module whose forward multiplies rows with its named parameters."""
 
     def forward(self, *args: object, **kwargs: object) -> object:
-        with ProductMode(self) as mode:
+        # A parametrization computes a parameter once in a forward.
+        cache = parametrize.cached() if parametrize.is_parametrized(self) else nullcontext()
+        with cache, ProductMode(self) as mode:
             out = super().forward(*args, **kwargs)
         mode.require_all()
         return out
@@ -227,9 +258,16 @@ class CountedExperts(Converted):
 
     @staticmethod
     def reason_against(module: nn.Module) -> str | None:
-        return compare_forward(module, NAMES[-1], False, CountedExperts.forward, counted_calls)
+        if is_known(module):
+            return None
+        return compare_forward(module, NAMES[-1], False, expected_counted, [counted_call])
+
+    @staticmethod
+    def replaced(module: nn.Module) -> tuple[Callable[..., object], ...]:
+        return code_starts(module)
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        require_settings(self)
         for name in NAMES:
             keep_own_experts(self, name)
         rows = x.to(compute_dtype(x))
@@ -237,7 +275,7 @@ class CountedExperts(Converted):
         offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
         order = Order(ids, ids[:, None], offs, ids)  # each row is a token of its own, with one slot
         calls = [call_of(self, name, rows, needs_columnwise=True) for name in NAMES]
-        matrices = [matrix_of(self.get_parameter(name)) for name in NAMES]
+        matrices = [matrix_of(getattr(self, name)) for name in NAMES]
         ones = torch.ones(rows.shape[0], 1, dtype=torch.float32, device=rows.device)
         products = Products(Gate(), calls, matrices, (None, None))
         return products.run(rows, ones, order, sums=False).type_as(x)
@@ -249,7 +287,7 @@ def keep_own_experts(module: nn.Module, name: str) -> None:
     Raises:
         ValueError: ranks shard each expert's matrix, which no product here can multiply exactly.
     """
-    weight, product = module.get_parameter(name), product_of(module, name)
+    weight, product = getattr(module, name), product_of(module, name)
     if not is_distributed(weight) or product is None:
         return
     mesh = weight.device_mesh
@@ -278,7 +316,11 @@ class GroupedMmExperts(Converted):
 
     @staticmethod
     def reason_against(module: nn.Module) -> str | None:
-        return compare_grouped_mm(module, ProductCall().multiply)
+        return compare_grouped_mm(module)
+
+    @staticmethod
+    def replaced(module: nn.Module) -> tuple[Callable[..., object], ...]:
+        return (class_of(module)._grouped_mm,)  # type: ignore[attr-defined]
 
     @classmethod
     def number_products(
@@ -291,6 +333,7 @@ class GroupedMmExperts(Converted):
             module.add_module(cls.PRODUCT_NAME.format(i) + PRODUCT, product)
 
     def forward(self, *args: object, **kwargs: object) -> object:
+        require_settings(self)
         self._calls = 0
         return super().forward(*args, **kwargs)
 

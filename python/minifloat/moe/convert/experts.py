@@ -9,13 +9,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ...checks import require_text
 from ...nn.convert.filters import Filters, require_used
+from ...nn.convert.foreign_code import MISSING, code_of
 from ...nn.convert.selection import already_converted
 from ...nn.grouped_product import GroupedProduct, add_products, remove_products
 from ...nn.hooks import Choice, Selection
@@ -37,8 +40,10 @@ from .converted import (
     GroupedMmExperts,
     NamedExperts,
     converted_class,
+    keep_settings,
 )
 from .projections import ProjectionExperts, is_row_major, register_implementation
+from .settings import SETTINGS, read_settings
 
 FORMS = (ProjectionExperts, CountedExperts, GroupedMmExperts)
 # The forms whose products read the parameters themselves, which may be codes.
@@ -115,13 +120,31 @@ def reason_of_form(module: nn.Module, names: Sequence[str], form: Form | None) -
     return None
 
 
+# Of each class, what comparisons of its modules found. A key has all that a comparison depends on.
+COMPARISONS: WeakKeyDictionary[type, list[tuple[object, str | None]]] = WeakKeyDictionary()
+
+
 def reason_of_forward(module: nn.Module, form: Form | None) -> str | None:
-    """Returns how a module's forward differs from its conversion's, which runs both."""
-    if form is None or not issubclass(form, Converted):
+    """Returns how a module's forward differs from its conversion's; equal modules run once."""
+    if form is None or not issubclass(form, Converted) or form is NamedExperts:
         return None
-    why = form.reason_against(module)
-    what = f"a 3D parameter of {type(module).__name__}, whose forward"
-    return None if why is None else f"{what} {why}"
+    cls, replaced = type(module), form.replaced(module)
+    parts = list(module.modules())
+    key = (
+        form,
+        code_of(cls, *replaced).functions,
+        read_settings(module, ("__class__",), *replaced),
+        [(name, p.shape) for name, p in module.named_parameters()],
+        [(type(m), [(k, type(v)) for k, v in m.__dict__.items()], [*m._buffers]) for m in parts],
+        torch.get_default_dtype(),
+    )
+    known = COMPARISONS.setdefault(cls, [])
+    found = next((why for other, why in known if other == key), MISSING)
+    if found is MISSING:
+        found = form.reason_against(module)
+        known.append((key, found))
+    what = f"a 3D parameter of {cls.__name__}, whose forward"
+    return None if found is None else f"{what} {found}"
 
 
 def hint_of(module: nn.Module, names: Sequence[str]) -> str:
@@ -260,6 +283,7 @@ def convert(
         GroupedMmExperts.number_products(module, names, products, choice.fqn)
     if issubclass(form, Converted):
         module.__class__ = converted_class(type(module), form)
+        keep_settings(cast(Converted, module))
     if "transformers" in sys.modules:
         register_implementation()
     return products
@@ -268,7 +292,8 @@ def convert(
 def revert(module: nn.Module) -> None:
     """Reverts the conversion of one module, complete or not."""
     remove_products(module)
-    module.__dict__.pop("_calls", None)
+    for name in ("_calls", SETTINGS):
+        module.__dict__.pop(name, None)
     if isinstance(module, Converted):
         module.__class__ = module.original  # type: ignore[assignment]
 

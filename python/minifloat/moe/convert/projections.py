@@ -12,14 +12,17 @@ _apply_gate. same_forward.py compares all that with the module's own forward bef
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from ..._native import ops
+from ...nn.convert.foreign_code import first_change
 from ...nn.grouped_product import call_of, matrix_of
 from ..feed_forward import (
     Gate,
@@ -32,17 +35,25 @@ from ..feed_forward import (
     weighted_biases,
 )
 from .converted import Converted
-from .same_forward import INTERFACE, compare_forward, projection_calls
+from .known import is_known
+from .same_forward import (
+    INTERFACE,
+    code_starts,
+    compare_forward,
+    expected_sum,
+    projection_kinds,
+)
+from .settings import read_settings, require_settings
 
 NAMES = ("gate_up_proj", "down_proj")
 IMPLEMENTATION = "minifloat"  # among transformers' implementations of experts
-COMPARED = "_is_same_as_minifloat"  # attribute of a module whose forward was compared
+COMPARED = "_settings_of_same_forward"  # attribute of a module whose forward was compared
 SILU = ("SiLU", "SiLUActivation")  # classes of torch and transformers
 
 
 def is_row_major(module: nn.Module) -> bool | None:
     """Tells whether matrices are (E, K, N); None where the shapes are of neither layout."""
-    gate_up, down = (tuple(module.get_parameter(name).shape) for name in NAMES)
+    gate_up, down = (tuple(getattr(module, name).shape) for name in NAMES)
     if gate_up[0] != down[0]:
         return None
     if gate_up[1] == 2 * down[2] and gate_up[2] == down[1]:
@@ -57,9 +68,16 @@ def gate_of(module: nn.Module) -> Gate | None:
         is_interleaved = not getattr(module, "is_concatenated", False)  # transformers' attribute
         return Gate(float(limit), float(alpha), is_interleaved)
     act = getattr(module, "act_fn", None)
-    if hasattr(module, "_apply_gate"):
+    if hasattr(module, "_apply_gate") or (isinstance(act, nn.Module) and runs_more(act)):
         return None
     return Gate() if act is F.silu or type(act).__name__ in SILU else None
+
+
+def runs_more(module: nn.Module) -> bool:
+    """Tells whether a call of a module runs more than its class's forward."""
+    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
+    has_hooks = any(map(len, (*tables, module._backward_pre_hooks)))
+    return has_hooks or "forward" in module.__dict__
 
 
 def activate(module: Any, gate_up: Tensor) -> Tensor:
@@ -104,13 +122,20 @@ def run_projections(
         ValueError: rows without routing are not equally many for each expert.
     """
     require_no_tangents(type(module).__name__, (hidden_states, *module.parameters()))
-    routing = routing_of((*args, *kwargs.values()))
+    with nn.utils.parametrize.cached() if is_parametrized(module) else nullcontext():
+        return multiply_projections(module, hidden_states, routing_of((*args, *kwargs.values())))
+
+
+def multiply_projections(
+    module: nn.Module, hidden_states: Tensor, routing: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """Computes the module's experts, of parameters or of what parametrizations make of them."""
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     x = x.to(compute_dtype(x))
     row_major, gate = bool(is_row_major(module)), gate_of(module)
     inputs = call_of(module, NAMES[0], x, row_major)
     output = call_of(module, NAMES[1], x, row_major, needs_columnwise=True)
-    w13, w2 = (matrix_of(module.get_parameter(name), row_major) for name in NAMES)
+    w13, w2 = (matrix_of(getattr(module, name), row_major) for name in NAMES)
     b13, b2 = (getattr(module, f"{name}_bias", None) for name in NAMES)
     if routing is None:
         offs = ends_of_even_groups(x, w2.shape[0])
@@ -156,6 +181,40 @@ def ends_of_even_groups(rows: Tensor, experts: int) -> Tensor:
     return ends * (rows.shape[0] // experts)
 
 
+def expected_projections(module: nn.Module, hidden_states: Tensor, *args: Tensor) -> Tensor:
+    """Returns what run_projections returns, in float64."""
+    routing, row_major = routing_of(args), bool(is_row_major(module))
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    matrices = [getattr(module, name) for name in NAMES]
+    matrices = matrices if row_major else [matrix.mT for matrix in matrices]
+    biases = [getattr(module, f"{name}_bias", None) for name in NAMES]
+    experts = matrices[1].shape[0]
+    if routing is None:
+        indices = torch.arange(x.shape[0])[:, None] // (x.shape[0] // experts)
+        scores = torch.ones_like(indices, dtype=torch.float32)
+    else:
+        indices, scores = (t.reshape(x.shape[0], columns_of(t, x)) for t in routing)
+        if scores.shape != indices.shape:  # of all experts
+            scores = scores.gather(1, indices.clamp(0, scores.shape[1] - 1).long())
+    gate_form = gate_of(module)
+
+    def activation(gate_up: Tensor) -> Tensor:
+        return activate(module, gate_up) if gate_form is None else swiglu(gate_up, gate_form)
+
+    y = expected_sum(x, matrices, biases, activation, indices, scores)
+    return y.view(hidden_states.shape)
+
+
+def swiglu(gate_up: Tensor, form: Gate) -> Tensor:
+    """Returns SwiGLU by torch's ops."""
+    pair = (gate_up[..., ::2], gate_up[..., 1::2]) if form.interleaved else gate_up.chunk(2, -1)
+    gate, up = pair
+    if form.limit is None:
+        return F.silu(gate) * up
+    gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    return (up + 1) * gate * torch.sigmoid(gate * form.alpha)
+
+
 class ProjectionExperts(Converted):
     """Hugging Face's experts, converted."""
 
@@ -166,11 +225,21 @@ class ProjectionExperts(Converted):
 
     @staticmethod
     def reason_against(module: nn.Module) -> str | None:
-        row_major = bool(is_row_major(module))
-        return compare_forward(module, NAMES[1], row_major, run_projections, projection_calls)
+        return None if is_known(module) else compare_projections(module)
+
+    @staticmethod
+    def replaced(module: nn.Module) -> tuple[Callable[..., object], ...]:
+        return code_starts(module)
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        require_settings(self)
         return run_projections(self, hidden_states, *args, **kwargs)
+
+
+def compare_projections(module: nn.Module) -> str | None:
+    """Returns how a module's forward differs from run_projections; None: not at all."""
+    row_major = bool(is_row_major(module))
+    return compare_forward(module, NAMES[1], row_major, expected_projections, [*projection_kinds()])
 
 
 # ---- transformers' interface ---------------------------------------------------------------------
@@ -184,7 +253,8 @@ def run_chosen(module: nn.Module, hidden_states: Tensor, *args: object, **kwargs
         RuntimeError: compiled code contains the first call. Without fullgraph=True torch then runs
             that call uncompiled.
     """
-    if not getattr(module, COMPARED, False):
+    compared = getattr(module, COMPARED, None)
+    if compared is None or first_change(module, compared) is not None:
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 f"experts implementation {IMPLEMENTATION!r}: expected a first call of "
@@ -196,7 +266,7 @@ def run_chosen(module: nn.Module, hidden_states: Tensor, *args: object, **kwargs
                 f"experts implementation {IMPLEMENTATION!r}: expected experts that minifloat can "
                 f"compute, got {type(module).__name__}, whose forward {why}; choose 'eager'"
             )
-        setattr(module, COMPARED, True)
+        setattr(module, COMPARED, read_settings(module, ("__class__",), *code_starts(module)))
     return run_projections(module, hidden_states, *args, **kwargs)
 
 

@@ -5,8 +5,12 @@
     GroupedMmExperts    the method _grouped_mm is replaced; the module's own forward calls it
     NamedExperts        torch's products alone are replaced, within the module's own forward
 
-The first three are compared on a small seeded input (nn/convert/same_result.py), by a replica of
-small widths. Where the code needs its own widths, it is compared with those.
+Classes that known.py has with the digest of their code are taken at once. Others of the first three
+are compared by replicas (nn/convert/same_result.py) with formulas in float64, which the tests
+compare with this library's ops. Results, all gradients and what the code changes are compared for
+token counts on both sides of 64, 128 and 1,024, for magnitudes of x from 2^-10 to 2^10, in training
+and in evaluation. Replicas have small widths. Where the code needs its own widths, those are used,
+up to MOST_ELEMENTS.
 
 Each comparison returns None where results are the same, else a clause about the module's forward.
 """
@@ -15,21 +19,30 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...nn.convert.same_result import difference, isolated, replica, seeded
+from ...nn.convert.foreign_code import code_of, is_followed, reason_unsafe
+from ...nn.convert.replica import CannotCopyError, replica, seeded
+from ...nn.convert.same_result import Trial, isolated
 
 INTERFACE = "transformers.integrations.moe"
 OWN = ("transformers", "minifloat")  # implementations of these packages stand for the eager forward
 
-TOKENS, SLOTS = 16, 2
-DIM, HIDDEN = 40, 24  # of small replicas; D >= I, so that each hidden element reaches the output
-MOST_ELEMENTS = 2**27  # of a replica's matrices at their own widths: 512 MB of float32
+SLOTS = 2
+DIM, HIDDEN, EXPERTS = 40, 24, 4  # of small replicas; D >= I: each hidden element reaches y
+MOST_ELEMENTS = 2**20  # of a replica's matrices at their own widths, so that it takes seconds
+COUNTS = (63, 65, 127, 129, 1023, 1025)  # of tokens
+MAGNITUDES = (2.0**-10, 2.0**-5, 1.0, 2.0**5, 2.0**10, 0.0)  # of x; 0: one after the other, by row
+
+# (count of tokens, magnitude, D, E) -> arguments of a call
+Arguments = Callable[[int, float, int, int], tuple[Tensor, ...]]
 
 # ---- whole forwards ------------------------------------------------------------------------------
 
@@ -39,47 +52,117 @@ def compare_forward(
     module: nn.Module,
     down: str,
     row_major: bool,
-    ours: Callable[..., Tensor],
-    calls: Callable[[int, int], Iterator[tuple[Tensor, ...]]],
+    expect: Callable[..., Tensor],
+    kinds: Sequence[Arguments],
 ) -> str | None:
     """Compares a module's forward on replicas of small widths, then of the module's own.
 
     Args:
         down: the name of the matrices (E, D, I), or (E, I, D) where they are row-major.
-        ours: (replica, *arguments) -> result.
-        calls: (D, E) -> arguments of calls, of which one has to fit and to give the same.
+        expect: (replica, *arguments) -> what this library's ops return, computed in float64.
+        kinds: of calls, of which one has to fit and to give the same.
     """
-
-    def compare(model: nn.Module) -> str | None:
-        forward, found = own_forward(model), []
-        experts, *sizes = model.get_parameter(down).shape
-        for arguments in calls(sizes[1 if row_major else 0], experts):
-            if not takes(forward, model, *arguments):
-                continue
-            call = partial(forward, model, *arguments)
-            found.append(difference(call, partial(ours, model, *arguments)))
-            if found[-1] is None:
-                return None
-        ran = [text for text in found if text is not None and not text.startswith("cannot")]
-        signature = inspect.signature(partial(forward, model))
-        return (ran or found or [f"takes {signature}, which no known call fits"])[0]
-
+    why = reason_not_to_run(module)
+    if why is not None:
+        return why
     weight = module.get_parameter(down)
-    _, dim, hidden = (weight.mT if row_major else weight).shape
+    experts, dim, hidden = (weight.mT if row_major else weight).shape
     # Small sizes of D, I and 2I. An E that equals one of these is changed with it.
     small = HIDDEN if dim == hidden else 2 * HIDDEN if dim == 2 * hidden else DIM
+    first = {experts: min(experts, EXPERTS), dim: small, hidden: HIDDEN, 2 * hidden: 2 * HIDDEN}
     found = None
-    for sizes in ({dim: small, hidden: HIDDEN, 2 * hidden: 2 * HIDDEN}, {}):
+    for sizes in (first, {}):
         if not sizes and 3 * weight.numel() > MOST_ELEMENTS:
             break
-        model = replica(module, sizes)
-        model.use_grouped_mm = False  # of torchtitan: products in float32, not in bf16
-        model._parameters[down] = one_to_one(tuple(model.get_parameter(down).shape), row_major)
-        texts = [compare(model.train(mode)) for mode in (True, False)]
-        if texts == [None, None]:
+        try:
+            pair = [replica(module, sizes) for _ in range(2)]
+        except CannotCopyError as error:
+            return str(error)
+        for model in pair:
+            model.use_grouped_mm = False  # of torchtitan: products in float32, not in bf16
+            shape = tuple(model.get_parameter(down).shape)
+            model._parameters[down] = one_to_one(shape, row_major)
+        why = compare_replicas(pair, down, row_major, expect, kinds)
+        if why is None:
             return None
-        found = texts[0] or texts[1]
+        found = found or why
     return found
+
+
+def compare_replicas(
+    pair: Sequence[nn.Module],
+    down: str,
+    row_major: bool,
+    expect: Callable[..., Tensor],
+    kinds: Sequence[Arguments],
+) -> str | None:
+    """Compares the forward of one replica with what is expected of the other."""
+    theirs, ours = pair
+    experts, *sizes = theirs.get_parameter(down).shape
+    dim, run, found = sizes[1 if row_major else 0], own_forward(theirs), []
+
+    def trial(arguments: tuple[Tensor, ...], gradients: bool = True) -> str | None:
+        call = Trial(theirs, ours, run, expect, arguments, needs_gradients=gradients)
+        return call.difference()
+
+    for kind in kinds:
+        arguments = kind(16, 0.0, dim, experts)
+        if not takes(run, theirs, *arguments):
+            continue
+        found.append(trial(arguments))
+        if found[-1] is None:
+            break
+    else:
+        ran = [text for text in found if text is not None and not text.startswith("cannot")]
+        signature = inspect.signature(partial(run, theirs))
+        return (ran or found or [f"takes {signature}, which no known call fits"])[0]
+    why = trial(arguments, gradients=False) or compare_strangers(trial, arguments, experts)
+    if why is not None:
+        return why
+    in_training = [(True, *size) for size in itertools.product(COUNTS, MAGNITUDES)]
+    sizes_in_evaluation = [(count, 0.0) for count in COUNTS] + [(COUNTS[1], m) for m in MAGNITUDES]
+    for mode, count, magnitude in [(False, *size) for size in sizes_in_evaluation] + in_training:
+        for model in pair:
+            model.train(mode)
+        why = trial(kind(count, magnitude, dim, experts))
+        if why is not None:
+            return f"{why} ({count} tokens of magnitude {magnitude or 'various'})"
+    return None
+
+
+def compare_strangers(
+    trial: Callable[..., str | None], arguments: tuple[Tensor, ...], experts: int
+) -> str | None:
+    """Compares calls in which a slot has no expert, where the code takes such calls.
+
+    Its number is E or more. Some libraries compute such slots, by the identity for example.
+    """
+    for i, indices in enumerate(arguments):
+        is_index = not indices.is_floating_point() and indices.dim() == 2
+        is_dense = any(a.shape[-1] == experts != indices.shape[-1] for a in arguments[1:])
+        for number in (experts, experts + 1) if is_index and not is_dense else ():
+            changed = indices.clone()
+            changed[::5, 0] = number
+            why = trial((*arguments[:i], changed, *arguments[i + 1 :]), gradients=False)
+            if why is not None and not why.startswith("cannot"):
+                return f"{why} (of a slot whose expert's number is {number} of {experts})"
+    return None
+
+
+def reason_not_to_run(module: nn.Module) -> str | None:
+    """Returns why a replica cannot be run, or why a run of it would not tell enough."""
+    for part in module.modules():
+        starts = code_starts(part) if part is module else (type(part).forward,)
+        if part is not module and not is_followed(type(part)):
+            continue
+        code = code_of(type(part), *starts)
+        if (why := reason_unsafe(code)) is not None:
+            return why
+        tensors = {name for name, v in part.__dict__.items() if isinstance(v, Tensor)}
+        read = (tensors | {name for name, b in part._buffers.items() if b is not None}) & code.names
+        if part is module and read:
+            return f"reads {', '.join(sorted(read))}, tensors that minifloat's does not read"
+    return None
 
 
 def one_to_one(shape: tuple[int, ...], row_major: bool) -> nn.Parameter:
@@ -91,19 +174,43 @@ def one_to_one(shape: tuple[int, ...], row_major: bool) -> nn.Parameter:
     rows = torch.arange(dim, device="cpu")
     columns = (rows * 7 + 5 * torch.arange(experts, device="cpu")[:, None]) % hidden
     matrices = torch.zeros(experts, dim, hidden, dtype=torch.float32, device="cpu")
-    matrices[torch.arange(experts, device="cpu")[:, None], rows, columns] = 1.0 - rows % 2 * 2
+    matrices[torch.arange(experts, device="cpu")[:, None], rows, columns] = 1 - 2 * (rows % 2).to(
+        matrices.dtype
+    )
     return nn.Parameter(matrices.mT.contiguous() if row_major else matrices, requires_grad=False)
 
 
 def own_forward(module: nn.Module) -> Callable[..., object]:
-    """Returns the forward of the module's class: transformers' eager one where that has several."""
-    forward: Any = type(module).forward
+    """Returns the forward of the module's class: transformers' eager one where that has several.
+
+    An implementation of another package, which the model has chosen, is the module's own forward.
+    """
+    forward: Any = class_of(module).forward
     if getattr(forward, "__globals__", {}).get("__name__") != INTERFACE:
         return forward
-    functions = importlib.import_module(INTERFACE).ALL_EXPERTS_FUNCTIONS
-    chosen = functions.get(getattr(module.config, "_experts_implementation", None))
+    chosen = foreign_implementation(getattr(module.config, "_experts_implementation", None))
+    return forward.__wrapped__ if chosen is None else chosen
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Returns a module's class, before a conversion of the module."""
+    return getattr(type(module), "original", type(module))
+
+
+def foreign_implementation(name: object) -> Callable[..., object] | None:
+    """Returns an implementation of experts by its name, but None where it stands for the eager one.
+
+    Those of transformers and minifloat do.
+    """
+    chosen = importlib.import_module(INTERFACE).ALL_EXPERTS_FUNCTIONS.get(name)
     is_own = chosen is None or chosen.__module__.partition(".")[0] in OWN
-    return forward.__wrapped__ if is_own else forward
+    return None if is_own else chosen
+
+
+def code_starts(module: nn.Module) -> tuple[Callable[..., object], ...]:
+    """Returns the functions of a class that its conversion replaces or calls."""
+    gate = getattr(class_of(module), "_apply_gate", None)
+    return (own_forward(module), *([gate] if callable(gate) else []))
 
 
 def takes(forward: Callable[..., object], *arguments: object) -> bool:
@@ -115,51 +222,134 @@ def takes(forward: Callable[..., object], *arguments: object) -> bool:
     return True
 
 
-def tokens(count: int, dim: int) -> Tensor:
-    """Returns tokens (T, D) of four magnitudes, so that some pass the bounds of clamped gates."""
-    return seeded((count, dim), 1) * 4.0 ** (torch.arange(count, device="cpu") % 4 - 1)[:, None]
+def tokens(count: int, dim: int, magnitude: float) -> Tensor:
+    """Returns tokens (T, D) of one magnitude, or of all of them, so that clamped gates clamp."""
+    x = seeded((count, dim), 1)
+    if magnitude:
+        return x * magnitude
+    scales = torch.tensor([2.0**-10, 0.25, 1.0, 4.0, 16.0, 2.0**10], dtype=torch.float32)
+    return x * scales[torch.arange(count) % len(scales)][:, None]
 
 
-def counted_calls(dim: int, experts: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yields arguments of torchtitan's experts: rows, some of no expert, and each expert's count"""
-    counts = torch.arange(experts, device="cpu") % 4
-    yield tokens(int(counts.sum()) + 3, dim), counts
+def counted_call(count: int, magnitude: float, dim: int, experts: int) -> tuple[Tensor, ...]:
+    """Returns arguments of torchtitan's experts: rows, three of no expert, and experts' counts."""
+    counts = torch.full((experts,), count // experts)
+    counts[1:2] = 0
+    counts[0] += count - int(counts.sum())
+    return tokens(count + 3, dim, magnitude), counts
 
 
-def projection_calls(dim: int, experts: int) -> Iterator[tuple[Tensor, ...]]:
-    """Yields arguments of Hugging Face's experts: routing in either order, or rows in even groups.
+def projection_kinds() -> Iterator[Arguments]:
+    """Yields calls of Hugging Face's experts: routing in either order, or rows in even groups.
 
     Routing weights are (T, k), or (T, E) with zeros. Tokens are (T, D) or (1, T, D).
     """
-    numbers, slots = torch.arange(TOKENS, device="cpu"), min(SLOTS, experts)
-    first = numbers * 3 % experts
-    second = (first + 1 + numbers % max(experts - 1, 1)) % experts
-    indices = torch.stack([first, second], 1)[:, :slots]
-    weights = (seeded((TOKENS, slots), 2).abs() + 1) / 4
-    dense = torch.zeros(TOKENS, experts, dtype=torch.float32, device="cpu")
-    dense.scatter_(1, indices, weights)
-    x = tokens(TOKENS, dim)
-    for routing in ((indices, weights), (weights, indices), (indices, dense), (dense, indices)):
-        for rows in (x, x[None]):
-            yield rows, *routing
-    yield (tokens(4 * experts, dim),)
+
+    def call(
+        count: int,
+        magnitude: float,
+        dim: int,
+        experts: int,
+        *,
+        swap: bool,
+        dense: bool,
+        batch: bool,
+    ) -> tuple[Tensor, ...]:
+        numbers, slots = torch.arange(count), min(SLOTS, experts)
+        first = numbers * 3 % experts
+        second = (first + 1 + numbers % max(experts - 1, 1)) % experts
+        indices = torch.stack([first, second], 1)[:, :slots]
+        weights = (seeded((count, slots), 2).abs() + 1) / 4
+        if dense:
+            zeros = torch.zeros(count, experts, dtype=torch.float32)
+            weights = zeros.scatter_(1, indices, weights)
+        x = tokens(count, dim, magnitude)
+        routing = (weights, indices) if swap else (indices, weights)
+        return (x[None] if batch else x, *routing)
+
+    for dense, swap, batch in itertools.product((False, True), (False, True), (False, True)):
+        yield partial(call, swap=swap, dense=dense, batch=batch)
+    yield lambda count, scale, dim, experts: (tokens(-(-count // experts) * experts, dim, scale),)
+
+
+# ---- formulas ------------------------------------------------------------------------------------
+
+
+def expected_sum(
+    x_TD: Tensor,
+    matrices: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+    activation: Callable[[Tensor], Tensor],
+    indices_Tk: Tensor,
+    weights_Tk: Tensor,
+) -> Tensor:
+    """Returns each token's weighted sum of its experts, (T, D), in float64.
+
+    Args:
+        x_TD: tokens.
+        matrices: (E, D, 2I) of gate and up, (E, I, D).
+        biases: (E, 2I) and (E, D), or None each.
+        activation: (rows, 2I) -> (rows, I), in float32.
+        indices_Tk: experts; one of another number than 0 to E - 1 adds nothing.
+        weights_Tk: routing weights.
+    """
+    x, (w13, w2) = x_TD.double(), (w.double() for w in matrices)
+    b13, b2 = (None if b is None else b.double() for b in biases)
+    y = torch.zeros_like(x)
+    for e in range(w13.shape[0]):
+        token, slot = torch.where(indices_Tk == e)
+        gate_up = x[token] @ w13[e]
+        gate_up = gate_up if b13 is None else gate_up + b13[e]
+        out = activation(gate_up.float()).double() @ w2[e]
+        out = out if b2 is None else out + b2[e]
+        y = y.index_add(0, token, out * weights_Tk[token, slot, None].double())
+    return y
+
+
+def expected_counted(module: nn.Module, x: Tensor, counts: Tensor) -> Tensor:
+    """Returns what CountedExperts return, in float64."""
+    w1, w3, w2 = (module.get_parameter(name).mT for name in ("w1", "w3", "w2"))
+    experts, of_all = w1.shape[0], torch.full(x.shape[:1], w1.shape[0])
+    of_rows = torch.repeat_interleave(torch.arange(experts), counts)
+    indices = torch.cat([of_rows, of_all[len(of_rows) :]])[:, None]
+    ones = torch.ones_like(indices, dtype=torch.float32)
+
+    def swiglu(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return nn.functional.silu(gate) * up
+
+    w13 = torch.cat([w1, w3], -1)
+    return expected_sum(x, (w13, w2), (None, None), swiglu, indices, ones)
 
 
 # ---- products alone ------------------------------------------------------------------------------
 
 
 @isolated()
-def compare_grouped_mm(module: nn.Module, ours: Callable[..., Tensor]) -> str | None:
-    """Compares torchtitan's method _grouped_mm: products of bf16 values that are exact in bf16.
+def compare_grouped_mm(module: nn.Module) -> str | None:
+    """Compares torchtitan's method _grouped_mm, of bf16 values. Sums are exact and rounded once."""
+    method = type(module)._grouped_mm  # type: ignore[attr-defined]
+    if (why := reason_unsafe(code_of(type(module), method))) is not None:
+        return f"calls _grouped_mm, which {why}"
+    try:
+        theirs, ours = (replica(module) for _ in range(2))
+    except CannotCopyError as error:
+        return str(error)
 
-    Args:
-        ours: (A, B_t, offs) -> products.
-    """
-    model: Any = object.__new__(type(module))
-    model.__dict__.update(module.__dict__)
-    a = seeded((16, 16), 1).bfloat16()
-    b = seeded((2, 32, 16), 2).bfloat16().transpose(-2, -1)
-    offs = torch.tensor([8, 16], dtype=torch.int32, device="cpu")
-    theirs = partial(model._grouped_mm, A=a, B_t=b, offs=offs)
-    text = difference(theirs, partial(ours, a, b, offs))
-    return None if text is None else f"calls _grouped_mm, which {text}"
+    def run(model: Any, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        return method(model, A=a, B_t=b.transpose(-2, -1), offs=offs)
+
+    def expect(model: object, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        ends = [0, *offs.tolist()]
+        parts = [a[i:j].double() @ b[e].mT.double() for e, (i, j) in enumerate(pairwise(ends))]
+        return torch.cat(parts).bfloat16()
+
+    for count, magnitude, mode in itertools.product(COUNTS, MAGNITUDES[:5], (True, False)):
+        theirs.train(mode)
+        a = (seeded((count, 16), 1) * magnitude).bfloat16()
+        b = seeded((2, 32, 16), 2).bfloat16()
+        offs = torch.tensor([count // 2, count], dtype=torch.int32)
+        why = Trial(theirs, ours, run, expect, (a, b, offs)).difference()
+        if why is not None:
+            return f"calls _grouped_mm, which {why}"
+    return None

@@ -1,164 +1,242 @@
-"""The check before a module's computation is replaced: both run on one small seeded input.
+"""The check before a module's computation is replaced: both run on small seeded inputs.
 
-    replica       the module's code and settings, with seeded parameters, on the CPU, without hooks
-    difference    None where two computations return the same, else a clause that says how they part
+    isolated    a context in which code moves no generator and no setting of the process
+    Trial       one call of a replica and of what would replace it: results, gradients, states
 
 Nothing of the module is called, written or moved, so parameters may be on any device, on meta,
-fake, of any dtype, codes or shards. The replica's widths are small where the caller maps sizes to
-others. Functions that build inputs and replicas are decorated by `isolated`.
+fake, of any dtype, codes or shards: replica.py copies it.
 
 Values are integers of at most 3 times a power of two. Sums of their products are exact in float32,
-in every order, below 2^24 terms. So what is compared differs by roundings after such sums alone.
+in every order, below 2^24 terms. Products of float32 matrices are computed in float64 within
+`isolated` and rounded once, so no sum depends on its order, nor on what the caller allows oneDNN.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from .replica import changed_part, seeded, state_of
 
 # Of a row's largest result. A result is a product of seeded values, through an activation, times a
-# routing weight, summed over slots and biases. torch's and this library's activations are within 8
-# units in the last place. With the other steps that is below 16 roundings of 2^-24 on each side, of
-# terms of which none exceeds the largest result of its row twice: 2 * 16 * 2 * 2^-24 = 2^-18.
+# routing weight, summed over slots and biases. torch's activations are within 8 units in the last
+# place. With the other steps that is below 16 roundings of 2^-24 on each side, of terms of which
+# none exceeds the largest result of its row twice: 2 * 16 * 2 * 2^-24 = 2^-18.
 BOUND = 2.0**-18
+# Of the largest element of a gradient's row. An element is a sum of n terms, n at most 2^12: rows
+# of tokens, slots or hidden elements. Each term has at most 16 roundings of 2^-24 on each side. The
+# sum of n magnitudes is below sqrt(n) = 2^6 times the norm of sums of random signs. An activation's
+# derivative is within a few units of 2^-24 of 1 and not of itself, which near a zero of it is 2^3
+# times more: 2 * 16 * 2^6 * 2^3 * 2^-24 = 2^-10.
+GRADIENT_BOUND = 2.0**-10
 
 
-def seeded(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Tensor:
-    """Returns integers from -3 to 3, times `scale`: float32, on the CPU."""
-    generator = torch.Generator().manual_seed(seed)
-    values = torch.randint(-3, 4, shape, generator=generator, device="cpu", dtype=torch.int8)
-    return values.float() * scale
+class DrawsError(RuntimeError):
+    """Code within `isolated` draws random numbers."""
 
 
-def replica(
-    module: nn.Module, sizes: Mapping[int, int] | None = None, dtype: torch.dtype = torch.float32
-) -> Any:
-    """Returns a module of the same code and settings whose parameters are seeded values on the CPU.
+# ---- isolation -----------------------------------------------------------------------------------
 
-    Args:
-        module: it is not changed. The replica shares no tensor with it: modules and tensors among
-            its attributes, and within their lists, tuples and dicts, have replicas too. Objects of
-            other classes are shared, and modules that contain `module`.
-        sizes: size -> another one, for dimensions of parameters and for attributes that are ints.
-        dtype: of floating parameters and buffers.
-    """
-    made: dict[int, Any] = {}
-    map_size = (sizes or {}).get
+MATRIX_PRODUCTS = {
+    torch.ops.aten.mm.default,
+    torch.ops.aten.bmm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten.baddbmm.default,
+}
 
-    def tensor(value: Tensor, scale: float, is_parameter: bool) -> Any:
-        if id(value) not in made:
-            shape = tuple(map_size(size, size) for size in value.shape)
-            if is_parameter or value.is_meta or isinstance(value, FakeTensor):
-                new = seeded(shape, len(made), scale)
-            else:
-                new = value.detach().to("cpu", copy=True)
-            new = new.to(dtype if value.is_floating_point() else value.dtype)
-            made[id(value)] = nn.Parameter(new, requires_grad=False) if is_parameter else new
-        return made[id(value)]
 
-    def setting(value: object) -> object:
-        if isinstance(value, Tensor):
-            return tensor(value, 1.0, is_parameter=False)
-        if isinstance(value, nn.Module):
-            contains = value is not module and any(part is module for part in value.modules())
-            return value if contains else build(value)
-        if type(value) is tuple:
-            return tuple(map(setting, value))
-        if not isinstance(value, (dict, list, set)) or id(value) in made:
-            return made.get(id(value), value)
-        new = made[id(value)] = copy.copy(value)
-        if not isinstance(new, set):
-            for key in new if isinstance(new, dict) else range(len(new)):
-                new[key] = setting(new[key])
-        return new
+class Isolation(TorchDispatchMode):
+    """Refuses random numbers, and computes products of float32 matrices in float64."""
 
-    def build(source: nn.Module) -> Any:
-        if id(source) in made:
-            return made[id(source)]
-        new = made[id(source)] = object.__new__(type(source))
-        empty = nn.Module().__dict__  # its keys are torch's own state: tensors, children, hooks
-        settings = {k: v for k, v in source.__dict__.items() if k not in empty}
-        settings.pop("_compiled_call_impl", None)
-        new.__dict__.update(empty, training=source.training)
-        for key, value in settings.items():
-            is_size = type(value) is int
-            new.__dict__[key] = map_size(value, value) if is_size else setting(value)
-        for name, p in source._parameters.items():
-            new._parameters[name] = None if p is None else tensor(p, 2.0**-3, is_parameter=True)
-        for name, b in source._buffers.items():
-            new._buffers[name] = None if b is None else tensor(b, 1.0, is_parameter=False)
-        for name, child in source._modules.items():
-            new._modules[name] = None if child is None else build(child)
-        return new
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping it imports torch's compiler, which takes seconds
 
-    return build(module)
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # else torch tells other threads' compilers that they are within a mode
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise DrawsError(f"draws random numbers, by {func.overloadpacket.__name__}")
+        if func in MATRIX_PRODUCTS:
+            operands = [a for a in args if isinstance(a, Tensor)]
+            if all(a.dtype == torch.float32 for a in operands):
+                exact = [a.double() if isinstance(a, Tensor) else a for a in args]
+                return func(*exact, **kwargs).to(torch.float32)
+        return func(*args, **kwargs)
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Runs code on the CPU as outside any context of the caller's, and keeps torch's random state.
+    """Runs code on the CPU as outside any context of the caller's, without random numbers.
 
-    The default dtype is float32. oneDNN is off, which rounds float32 products where the caller has
-    allowed that.
+    All of it is this thread's own: no setting of the process changes.
+
+    Raises:
+        DrawsError: the code draws random numbers of torch.
     """
-    dtype = torch.get_default_dtype()
     with (
-        torch.backends.mkldnn.flags(enabled=False),
         _disable_current_modes(),  # fake tensors, selective checkpointing
-        torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),
+        Isolation(),
     ):
-        torch.default_generator.manual_seed(0)  # so that all ranks come to one result
-        torch.set_default_dtype(torch.float32)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(dtype)
+        yield
 
 
-def difference(
-    theirs: Callable[[], object], ours: Callable[[], Tensor], bound: float = BOUND
-) -> str | None:
-    """Runs a module's own computation and the one that would replace it, and compares them.
+# ---- comparison ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One call of a replica, and of what would replace it.
 
     Args:
-        theirs, ours: both return a tensor, of the same replica and input.
-        bound: of the difference, relative to the largest magnitude of its row; 0: equal bits.
-
-    Returns:
-        None where the results are the same; else a clause about the module's own computation.
+        theirs: the replica, whose code runs.
+        ours: a second one, for what is expected.
+        run: (theirs, *arguments) -> a tensor, by the module's own code.
+        expect: (ours, *arguments) -> the same, of float32 or of float64, differentiable.
+        arguments: tensors, of which each call has copies.
+        bound: of the result; 0: equal bits.
+        needs_gradients: whether gradients are compared; else the call has none.
     """
-    with isolated():
+
+    theirs: nn.Module
+    ours: nn.Module
+    run: Callable[..., object]
+    expect: Callable[..., Tensor]
+    arguments: Sequence[Tensor]
+    bound: float = BOUND
+    needs_gradients: bool = True
+
+    def difference(self) -> str | None:
+        """Runs both, and compares results, gradients, and the replica before and after.
+
+        Returns:
+            None where they are the same; else a clause about the module's own computation.
+        """
+        leaves, own_leaves = self.leaves_of(self.theirs), self.leaves_of(self.ours)
+        before, passed = state_of(self.theirs), self.passed(leaves)
         try:
-            want = theirs()
+            with torch.set_grad_enabled(self.needs_gradients):
+                want = self.run(self.theirs, *passed)
+        except DrawsError as error:
+            return str(error)
         except Exception as error:  # whatever foreign code raises
-            text = str(error).partition("\n")[0]
-            return f"cannot run on a small input: {type(error).__name__}: {text}"
+            return f"cannot run on a small input: {type(error).__name__}: {first_line(error)}"
+        if (name := changed_part(before, state_of(self.theirs))) is not None:
+            return f"changes its attribute {name}"
+        if not all(map(torch.equal, leaves, passed)):
+            return "changes its arguments"
         if not isinstance(want, Tensor):
             return f"returns a {type(want).__name__}, not a tensor"
         try:
-            got = ours()
+            with torch.set_grad_enabled(self.needs_gradients):
+                got = self.expect(self.ours, *self.passed(own_leaves))
         except (RuntimeError, TypeError, ValueError) as error:
-            return f"takes what minifloat's does not: {str(error).partition(chr(10))[0]}"
-        if want.shape != got.shape or want.dtype != got.dtype:
+            return f"takes what minifloat's does not: {first_line(error)}"
+        dtype = self.arguments[0].dtype
+        if want.shape != got.shape or want.dtype != dtype:
             return (
-                f"returns {want.dtype} {tuple(want.shape)} where minifloat's returns {got.dtype} "
+                f"returns {want.dtype} {tuple(want.shape)} where minifloat's returns {dtype} "
                 f"{tuple(got.shape)}"
             )
-        if bound == 0:
-            return None if torch.equal(want, got) else "returns other bits than minifloat's"
-        want, got = want.double(), got.double()
-        largest = want.abs().amax(-1, keepdim=True)
-        relative = ((want - got).abs() / largest.clamp(min=torch.finfo(torch.float32).tiny)).max()
-        if relative <= bound:
-            return None
-    return f"differs from minifloat's by {float(relative):.2g} of the largest value"
+        why = distance(want, got, self.bound)
+        if why is None and self.needs_gradients:
+            why = self.gradient_difference(want, got, leaves, own_leaves)
+        return why
+
+    def leaves_of(self, model: nn.Module) -> list[Tensor]:
+        """Returns copies of the arguments. They and the parameters require gradients now."""
+        copies = [argument.detach().clone() for argument in self.arguments]
+        for leaf in [*copies, *model.parameters()]:
+            if leaf.is_floating_point():
+                leaf.requires_grad_(self.needs_gradients)
+        return copies
+
+    def passed(self, leaves: list[Tensor]) -> list[Tensor]:
+        """Returns copies of leaves, which code may write to as it may to activations."""
+        with torch.set_grad_enabled(self.needs_gradients):
+            return [leaf.clone() for leaf in leaves]
+
+    def gradient_difference(
+        self, want: Tensor, got: Tensor, leaves: list[Tensor], own_leaves: list[Tensor]
+    ) -> str | None:
+        """Compares gradients of all arguments and parameters, for one gradient of the result."""
+        theirs, ours = named_leaves(self.theirs, leaves), named_leaves(self.ours, own_leaves)
+        if not want.requires_grad:
+            return "returns a result without a gradient"
+        grad = seeded(tuple(want.shape), 5)
+        try:
+            found = gradients_of(want, theirs, grad)
+        except DrawsError as error:
+            return str(error)
+        except Exception as error:  # whatever foreign code raises
+            return f"has no backward: {type(error).__name__}: {first_line(error)}"
+        expected = gradients_of(got, ours, grad)
+        bound = GRADIENT_BOUND if self.bound else 0.0
+        for name in theirs:
+            is_routing = name.startswith("its argument") and name != "its argument 0"
+            why = distance(found[name], expected[name], bound, is_whole=is_routing)
+            if why is not None:
+                return f"has a gradient of {name} that {why}"
+        return None
+
+
+def named_leaves(model: nn.Module, leaves: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Returns what has a gradient, by the name that reasons give it."""
+    named = {f"its argument {i}": leaf for i, leaf in enumerate(leaves)}
+    return {k: v for k, v in (named | dict(model.named_parameters())).items() if v.requires_grad}
+
+
+def gradients_of(y: Tensor, leaves: dict[str, Tensor], grad: Tensor) -> dict[str, Tensor]:
+    """Returns the gradients of leaves, zeros where y does not depend on them."""
+    with torch.enable_grad():
+        found = torch.autograd.grad(y, [*leaves.values()], grad.to(y.dtype), allow_unused=True)
+    pairs = zip(leaves.items(), found)
+    return {name: torch.zeros_like(v) if g is None else g for (name, v), g in pairs}
+
+
+def distance(want: Tensor, got: Tensor, bound: float, *, is_whole: bool = False) -> str | None:
+    """Returns how far two tensors are apart, where that is above a bound.
+
+    Args:
+        want, got: of one shape.
+        bound: relative to the largest magnitude of a row; 0: equal bits.
+        is_whole: whether the whole tensor counts as one row.
+    """
+    if bound == 0:
+        return None if torch.equal(want, got) else "returns other bits than minifloat's"
+    want, got = want.detach().double(), got.detach().double()
+    if not torch.equal(want.isfinite(), got.isfinite()):
+        return "is not finite where minifloat's is"
+    if is_whole:
+        want, got = want.reshape(1, -1), got.reshape(1, -1)
+    if want.numel() == 0:
+        return None
+    largest = torch.maximum(want.abs(), got.abs()).amax(-1, keepdim=True)
+    floor = torch.finfo(torch.float32).tiny
+    relative = float(((want - got).abs() / largest.clamp(min=floor)).max())
+    if relative <= bound:
+        return None
+    return f"differs from minifloat's by {relative:.2g} of the largest value"
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0]

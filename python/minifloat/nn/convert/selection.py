@@ -5,9 +5,9 @@ Each layer that is left out has a reason. moe/convert/experts.py chooses experts
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeGuard
 
 import torch.distributed as dist
@@ -21,7 +21,12 @@ from ..linear import reason_against_primary
 from ..names import clean_name, join, owners_of_parameters
 from ..state.recipe_state import WEIGHT_DTYPES
 from .filters import Filters
-from .same_result import difference, isolated, replica, seeded
+from .foreign_code import code_of, reason_unsafe
+from .replica import CannotCopyError, replica, seeded
+from .same_result import Trial, isolated
+
+# Of the inputs by which a Conv1D is compared with nn.Linear.
+LINEAR_SCALES = (2.0**-10, 1.0, 2.0**10)
 
 LAZY = "lazy: it has no shape before its first forward; it can be converted after that"
 
@@ -127,15 +132,21 @@ def reason_against_linear(module: Any) -> str | None:
         return "it has more parameters, buffers or modules than Conv1D"
     if hasattr(module.weight, "_local_tensor"):
         return "its weight is sharded already"
+    forward = type(module).forward
+    if (why := reason_unsafe(code_of(type(module), forward))) is not None:
+        return f"its forward {why}"
     sizes = {module.nx: 24, module.nf: 24 if module.nx == module.nf else 40}
-    model = replica(module, sizes)
-    x = seeded((2, 4, 24), 1)
+    try:
+        theirs, ours = replica(module, sizes), replica(module, sizes)
+    except CannotCopyError as error:
+        return f"it {error}"
 
-    def linear() -> Tensor:
+    def linear(model: Any, x: Tensor) -> Tensor:
         return nn.functional.linear(x, model.weight.t(), model.bias)
 
-    for mode in (True, False):
-        why = difference(partial(type(module).forward, model.train(mode), x), linear, bound=0)
+    for mode, count, scale in itertools.product((True, False), (4, 65, 129, 1025), LINEAR_SCALES):
+        x = seeded((2, count, 24), 1) * scale
+        why = Trial(theirs.train(mode), ours, forward, linear, (x,), bound=0).difference()
         if why is not None:
             return f"its forward {why}"
     return None

@@ -1,0 +1,77 @@
+"""Experts of transformers and torchtitan that are taken by their class and the source of its code.
+
+A class is here with the digest of each version of the code that its conversion replaces: its
+forward, its _apply_gate, and the functions that these call. Another digest is another version: the
+class is then compared as an unknown one is (same_forward.py).
+
+tests/clients/test_transformers_experts.py compares every digest here, in full. It fails where a
+class of the installed transformers has a digest that is not here, and prints it.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ...nn.convert.foreign_code import code_of, digest_of
+from .same_forward import code_starts
+
+# From digests to classes of transformers: X.C is transformers.models.X.modeling_X.C.
+PROJECTIONS = {
+    # act_fn(gate) * up
+    "2f36c23a52c190b9": """
+        afmoe.AfmoeExperts axk1.AXK1Experts axk2.AXK2Experts
+        bailing_hybrid.BailingHybridExperts cohere2_moe.Cohere2MoeExperts
+        deepseek_ocr2.DeepseekOcr2TextExperts deepseek_v2.DeepseekV2Experts
+        deepseek_v3.DeepseekV3Experts deepseek_v32.DeepseekV32Experts
+        diffusion_gemma.DiffusionGemmaTextExperts dots1.Dots1Experts
+        ernie4_5_moe.Ernie4_5_MoeExperts ernie4_5_vl_moe.Ernie4_5_VLMoeMoeExperts
+        exaone_moe.ExaoneMoeExperts flex_olmo.FlexOlmoExperts gemma4.Gemma4TextExperts
+        glm4_moe.Glm4MoeExperts glm4_moe_lite.Glm4MoeLiteExperts
+        glm4v_moe.Glm4vMoeTextExperts glm_moe_dsa.GlmMoeDsaExperts
+        granitemoe.GraniteMoeExperts granitemoe_swa.GraniteMoeSWAExperts
+        granitemoehybrid.GraniteMoeHybridExperts granitemoeshared.GraniteMoeSharedExperts
+        hunyuan_v1_moe.HunYuanMoEV1Experts hy_v3.HYV3Experts inkling.InklingExperts
+        jamba.JambaExperts kimi_linear.KimiLinearExperts kolibri1.Kolibri1Experts
+        laguna.LagunaExperts lfm2_moe.Lfm2MoeExperts mellum.MellumExperts
+        mimo_v2_flash.MiMoV2FlashExperts minimax.MiniMaxExperts minimax_m2.MiniMaxM2Experts
+        mistral4.Mistral4Experts mixtral.MixtralExperts olmoe.OlmoeExperts
+        phimoe.PhimoeExperts qwen2_moe.Qwen2MoeExperts qwen3_5_moe.Qwen3_5MoeExperts
+        qwen3_moe.Qwen3MoeExperts qwen3_next.Qwen3NextExperts
+        qwen3_omni_moe.Qwen3OmniMoeThinkerTextExperts
+        qwen3_omni_moe.Qwen3OmniMoeTalkerTextExperts qwen3_vl_moe.Qwen3VLMoeTextExperts
+        qwen4_exp.Qwen4ExpTextExperts solar_open.SolarOpenExperts
+        unlimited_ocr.UnlimitedOcrTextExperts zaya.ZayaExperts
+    """,
+    # act_fn(gate) * up, row-major
+    "592cb0db227a51cf": "aria.AriaExperts",
+    # by the class's own _apply_gate
+    "4dfe9fa56939e46d": "beam.BeamExperts",
+    # by the class's own _apply_gate
+    "e850a536f8ec275c": "deepseek_v4.DeepseekV4Experts",
+    # by the class's own _apply_gate
+    "0b04a9b84bd1a5f7": "glm5_next.Glm5NextTextExperts hy_v4.HYV4Experts",
+    # gpt-oss's clamped SwiGLU, interleaved
+    "5dbec57623bccb40": "gpt_oss.GptOssExperts",
+    # act_fn(gate) * up, row-major, of rows in even groups
+    "f3374fdc2c4d2cd4": "llama4.Llama4TextExperts",
+    # by the class's own _apply_gate
+    "472e07c48d173b60": "minimax_m3_vl.MiniMaxM3VLExperts",
+    # gpt-oss's clamped SwiGLU, gate first
+    "50bba0463b8c2a7c": "openai_privacy_filter.OpenAIPrivacyFilterExperts",
+    # by the class's own _apply_gate
+    "ac3e7f0d7caedc2a": "step3p7.Step3p7Experts",
+}
+COUNTED = {"680d21803762c976": ("torchtitan.models.moe.moe", "GroupedExperts")}
+
+KNOWN = {
+    (f"transformers.models.{family}.modeling_{family}", name): digest
+    for digest, names in PROJECTIONS.items()
+    for family, name in (entry.split(".") for entry in names.split())
+} | {cls: digest for digest, cls in COUNTED.items()}
+
+
+def is_known(module: nn.Module) -> bool:
+    """Tells whether a module is of a class whose code is known to compute what its form does."""
+    cls = type(module)
+    digest = KNOWN.get((cls.__module__, cls.__qualname__))
+    return digest is not None and digest_of(code_of(cls, *code_starts(module))) == digest
