@@ -20,6 +20,7 @@ class Adjustable(Foreign):
         self.config = SimpleNamespace(scale=1.0, unread=1)
 
     def weighted(self, y, weights):
+        assert all(hasattr(self, name) for name in ("down_proj", "hidden"))
         y = y * self.factor * getattr(self, "late", 1.0) * self.config.scale
         if self.drop.p:
             y = self.drop(y)

@@ -22,6 +22,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from enum import Enum
+from functools import partial
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
@@ -42,6 +43,7 @@ class Code(NamedTuple):
     functions: tuple[FunctionType, ...]
     names: frozenset[str]
     texts: frozenset[str]  # strings that could be names of attributes
+    bound: frozenset[str]  # arguments that functools.partial binds, as text
 
 
 def codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -70,6 +72,8 @@ def functions_of(value: object, names: set[str]) -> Iterator[FunctionType]:
     else:
         parts = [value]
     for part in parts:
+        while isinstance(part, partial):
+            part = part.func
         found = inspect.unwrap(getattr(part, "__func__", part)) if callable(part) else part
         for function in (part, found):
             if isinstance(function, FunctionType) and is_followed(function):
@@ -81,6 +85,7 @@ def code_of(cls: type, *starts: Callable[..., object]) -> Code:
     queue: list[FunctionType] = [f for f in starts if isinstance(f, FunctionType)]
     names: set[str] = set()
     texts: set[str] = set()
+    bound: set[str] = set()
     bases = [base for base in cls.__mro__ if is_followed(base)]
     for function in queue:
         own: set[str] = set()
@@ -92,11 +97,13 @@ def code_of(cls: type, *starts: Callable[..., object]) -> Code:
         values += [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
         values += [vars(base)[name] for base in bases for name in own if name in vars(base)]
         for value in values:
+            if isinstance(value, partial):
+                bound.add(f"{value.args} {value.keywords}")
             if value is not cls and value not in bases:
                 for found in functions_of(value, own):
                     if found not in queue:
                         queue.append(found)
-    return Code(cls, tuple(queue), frozenset(names), frozenset(texts))
+    return Code(cls, tuple(queue), frozenset(names), frozenset(texts), frozenset(bound))
 
 
 def is_filled(cell: Any) -> bool:
@@ -120,7 +127,7 @@ def digest_of(code: Code) -> str | None:
     sources = [source_of(function) for function in code.functions]
     if not sources or None in sources:
         return None
-    text = "\n".join(sorted({source for source in sources if source is not None}))
+    text = "\n".join(sorted({source for source in sources if source is not None} | code.bound))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -168,6 +175,8 @@ def is_constant(value: object) -> bool:
     """Tells whether nothing that reads a value can change it."""
     if isinstance(value, (tuple, frozenset)):
         return all(map(is_constant, value))
+    if isinstance(value, partial):
+        return all(map(is_constant, (value.func, *value.args, *value.keywords.values())))
     kinds = (*PLAIN, type, ModuleType, FunctionType, BuiltinFunctionType, logging.Logger)
     if isinstance(value, (*kinds, classmethod, staticmethod, property)):
         return True
@@ -293,7 +302,8 @@ def settings_of(module: nn.Module, code: Code, own: tuple[str, ...]) -> Settings
         for name in sorted((code.names | code.texts) - NOT_SETTINGS):
             value = attribute_of(owner, name)
             if value is MISSING:
-                if name in code.texts and isinstance(owner, nn.Module):
+                is_absent = getattr(owner, name, MISSING) is MISSING  # not a parameter or a method
+                if name in code.texts and isinstance(owner, nn.Module) and is_absent:
                     found[(*path, name)] = MISSING
             elif is_plain(value):
                 found[(*path, name)] = copy.deepcopy(value)
