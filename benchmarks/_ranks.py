@@ -20,7 +20,6 @@ from typing import Any
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
 import torch.distributed as dist
-from minifloat.distributed import handshake
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -46,7 +45,6 @@ def join(kind: str) -> torch.device:
 def alone(ranks: int) -> None:
     """Starts a process group in which this process is the only one of several ranks."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    handshake.wait_for_all = lambda *args, **kwargs: None  # type: ignore[assignment]
     dist.all_gather_into_tensor = copying_gather(dist.all_gather_into_tensor)
     dist.reduce_scatter_tensor = keeping_reduction(dist.reduce_scatter_tensor)
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-STEPS, MICRO_BATCHES, WIDTH = 20, 4, 64
+STEPS, BATCH, MICRO_BATCHES, WIDTH = 20, 128, 4, 64
 
 
 def build_model():
@@ -28,14 +28,24 @@ def build_model():
 
 
 def batch(step):
-    x = torch.randn(128, WIDTH, generator=torch.Generator().manual_seed(step))
+    x = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(step))
     return x, x.flip(1)
 
 
 def train():
     rank, world = dist.get_rank(), dist.get_world_size()
     stage_module = build_model()[rank]
-    stage = PipelineStage(stage_module, rank, world, torch.device("cpu"))
+    # With inputs and outputs given, torch runs no forward to find their shapes.
+    widths = (WIDTH, 4 * WIDTH, WIDTH)
+    some = [torch.zeros(BATCH // MICRO_BATCHES, width) for width in widths[rank : rank + 2]]
+    stage = PipelineStage(
+        stage_module,
+        rank,
+        world,
+        torch.device("cpu"),
+        input_args=some[0],
+        output_args=some[1],
+    )
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_fn=nn.functional.mse_loss)
     optimizer = torch.optim.AdamW(stage_module.parameters(), lr=1e-2)
     means = []

@@ -162,8 +162,8 @@ def test_with_a_capacity_the_changed_rank_has_the_error(name, capacity):
 def change_on_all(rank: int) -> None:
     """Equal changes are no error, and ranks meet at the store in the first forward alone."""
     meetings, copies = [], []
-    meet, to_host = parallel_experts.wait_for_all, parallel_experts.to_host
-    parallel_experts.wait_for_all = lambda *a, **kwargs: meetings.append(1) or meet(*a, **kwargs)
+    meet, to_host = parallel_experts.require_same, parallel_experts.to_host
+    parallel_experts.require_same = lambda *a, **kwargs: meetings.append(1) or meet(*a, **kwargs)
     parallel_experts.to_host = lambda t: copies.append(1) or to_host(t)
     for options in ({}, {"capacity": "all"}, {"capacity": 40}):
         moe = mf.expert_parallel(built("mxfp8"), dist.group.WORLD, **options)

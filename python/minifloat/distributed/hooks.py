@@ -28,9 +28,26 @@ from .fsdp.weight import (
     wrap_sharded_experts,
     wrap_sharded_weight,
 )
+from .handshake import require_same
+from .same_layers import group_of_step
 
 
-def reduce_amaxes(amaxes: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def require_same_names(kind: str, names: list[str], group: dist.ProcessGroup) -> None:
+    """Raises ValueError where ranks of a group are missing, or name other layers.
+
+    kind: of the exchange that follows, as "mf.training_state of".
+    """
+    require_same(
+        kind,
+        ", ".join(names),
+        group,
+        expected=f"expected all {{}} ranks to call {kind} {{}}",
+        absent="they have not called it",
+        differs=f"expected {kind} the same layers on all ranks",
+    )
+
+
+def reduce_amaxes(amaxes: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns the largest amaxes of all ranks, elementwise, in one all-reduce.
 
     Bits of magnitudes order like the values, NaN above infinity.
@@ -99,6 +116,8 @@ hooks.plan_experts = plan_experts
 hooks.adopt_experts = wrap_sharded_experts
 hooks.require_no_shard = require_no_shard
 hooks.precompute_scales = precompute_scales
+hooks.group_of_step = group_of_step
+hooks.require_same_names = require_same_names
 hooks.reduce_amaxes = reduce_amaxes
 hooks.accumulate_gradients = accumulate_gradients
 hooks.linear = linear

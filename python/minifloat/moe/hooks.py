@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..nn.hooks import expert_hooks
-from ..nn.names import unwrapped
+from ..nn.names import clean_name, unwrapped
 from .balance import require_losses_read
 from .convert.experts import convert, restore, revert, select
 from .layer import divided_experts
@@ -18,18 +18,27 @@ from .ranks.parallel_experts import ExpertParallel, to_host
 from .router import Router
 
 
-def end_step(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Ends the step of all routers, with the counts of all ranks from one all-reduce."""
+def routers_of(model: nn.Module) -> list[tuple[str, Router]]:
+    """Finds (name, router) of the routers whose counts have values."""
+    modules = unwrapped(model).named_modules()
+    found = [(clean_name(fqn), module) for fqn, module in modules if isinstance(module, Router)]
+    return [(name, router) for name, router in found if not router.counts.is_meta]
+
+
+def end_step(model: nn.Module, ranks: dist.ProcessGroup | None) -> None:
+    """Ends the step of all routers, with the counts of all ranks from one all-reduce.
+
+    ranks: those with the same routers; None: this one alone.
+    """
     model = unwrapped(model)
     warn_of_dropped(divided_experts(model).values())
-    routers = [module for module in model.modules() if isinstance(module, Router)]
-    routers = [router for router in routers if not router.counts.is_meta]
+    routers = [router for _, router in routers_of(model)]
     if not routers:
         return
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+    if ranks is not None:
         counts = [router.counts for router in routers]
         every = torch.cat([count.to(counts[0].device) for count in counts])
-        dist.all_reduce(every, group=group)
+        dist.all_reduce(every, group=ranks)
         for count, new in zip(counts, every.split([count.numel() for count in counts])):
             count.copy_(new)
     for router in routers:
@@ -68,4 +77,5 @@ expert_hooks.convert = convert
 expert_hooks.revert = revert
 expert_hooks.restore = restore
 expert_hooks.require_losses_read = require_losses_read
+expert_hooks.routers = routers_of
 expert_hooks.end_step = end_step

@@ -7,7 +7,7 @@ package at its first call, when the first DTensor is passed to a layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
@@ -59,8 +59,12 @@ class DistributedHooks:
     require_no_shard: Callable[[nn.Module, str, Tensor], None]
     # model: exchanges the maxima of all sharded weights, after a step.
     precompute_scales: Callable[[nn.Module], None]
+    # (model, layers, routers, group of mf.step) -> the ranks that end the step with this one.
+    group_of_step: Callable[..., dist.ProcessGroup | None]
+    # (kind of exchange, names, group): all ranks of the group are there, and have these names.
+    require_same_names: Callable[[str, list[str], dist.ProcessGroup], None]
     # (amaxes, group) -> the largest of all ranks.
-    reduce_amaxes: Callable[[Tensor, dist.ProcessGroup | None], Tensor]
+    reduce_amaxes: Callable[[Tensor, dist.ProcessGroup], Tensor]
     # (layer, parameter): before the parameter, which FSDP2 has gathered, becomes the weight of a
     # layer whose gradients are added to .grad in float32.
     accumulate_gradients: Callable[[nn.Module, Tensor], None]
@@ -137,7 +141,9 @@ class ExpertHooks:
     restore: Callable[[nn.Module], None]
     # model: raises where a balance loss of this step was not read.
     require_losses_read: Callable[[nn.Module], None]
-    # (model, group): moves the balance of routers by this step's counts.
+    # model -> (name, router) of those that mf.step ends the step of.
+    routers: Callable[[nn.Module], Sequence[tuple[str, nn.Module]]]
+    # (model, ranks): moves the balance of routers by this step's counts, of all of these ranks.
     end_step: Callable[[nn.Module, dist.ProcessGroup | None], None]
 
 

@@ -292,7 +292,7 @@ class ExpertGather(Gather):
         return Operands(Operand.of(row), read).tensors()
 
     def note_reading(self, selection: int) -> None:
-        note_reading(selection, self, [self], self.memory[0].device)
+        note_reading(selection, self, [self])
 
     def lacking(self, storage: int) -> int | None:
         row, col = (part.codes for part in self.parts)

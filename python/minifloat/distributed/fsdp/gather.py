@@ -39,7 +39,7 @@ from ...nn.state.recipe_state import RecipeState
 from ...recipe import Recipe
 from ...spec import Spec
 from ...tensor.quantized_tensor import NOMINAL_DTYPES
-from ..handshake import agree
+from ..handshake import SAME_WEIGHT, agree, require_same
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -231,7 +231,7 @@ class Gather:
                 f"are gathered as codes ({self.title}), got a number of ranks; for such a number "
                 "pass mf.quantize_ gather='compute_dtype'"
             )
-        self.dtype = self.rounded_to = agree(self.title, dtype, self.group, device)
+        self.dtype = self.rounded_to = agree(self.title, dtype, self.group)
         if torch.is_autocast_enabled(device.type):
             self.rounded_to = torch.get_autocast_dtype(device.type)
         if self.rounded_to not in NOMINAL_DTYPES or self.dtype not in NOMINAL_DTYPES:
@@ -247,6 +247,15 @@ class Gather:
             self.plan = replace(self.plan, mode="both")
         else:
             self.reason = why
+
+    def meet(self, kind: str, expected: str, absent: str) -> None:
+        """Waits for all ranks before an exchange that not every gather makes.
+
+        Args:
+            kind, expected, absent: as those of handshake.meet.
+        """
+        differs, title = SAME_WEIGHT, self.title
+        require_same(kind, title, self.group, expected=expected, absent=absent, differs=differs)
 
     def _require_dtype(self, shard: Tensor) -> None:
         """Raises ValueError where FSDP2 would compute in another dtype than at the first gather."""

@@ -26,7 +26,7 @@ from ...checks import require_int, require_module
 from ...nn.names import clean_name, join, unwrapped
 from ...nn.state.random_state import GRADIENT_RNG, RngState, Running
 from ...spec import Spec
-from ..handshake import require_equal, wait_for_all
+from ..handshake import require_same
 from .gather import UnknownFsdpError, groups_of, policy_of
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class ReduceScatterOfCodes:
             op: SUM: set_force_sum_reduction_for_comms is on.
             async_op: is ignored; FSDP2 passes False.
         """
-        self._agree(group, input_tensor.device)
+        self._agree(group)
         spec = self.shared.spec
         chunks = input_tensor.view(group.size(), output_tensor.numel())
         if spec.is_bf16:
@@ -121,7 +121,7 @@ class ReduceScatterOfCodes:
         rng[0].fill_(ops.mix_seed(state.seed, self.rank))  # a fill waits for no copy from the host
         return rng
 
-    def _agree(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def _agree(self, group: dist.ProcessGroup) -> None:
         """Checks at the first reduction that all modules and all ranks send codes alike.
 
         Raises:
@@ -138,11 +138,14 @@ class ReduceScatterOfCodes:
             self.shared.is_complete = True
         if self.is_agreed:
             return
-        wait_for_all(self.title, group, device, ARRIVE, "one that sends codes", "gradients")
-        sent = torch.tensor([ops.stream(self.title)], device=device)
-        received = sent.new_empty(group.size())
-        dist.all_gather_into_tensor(received, sent, group=group)
-        require_equal(self.title, received.tolist(), group, ALIKE)
+        require_same(
+            "the first reduction of",
+            self.title,
+            group,
+            expected=ARRIVE,
+            absent="their layer sends no codes",
+            differs=ALIKE,
+        )
         self.is_agreed = True
 
 

@@ -39,7 +39,6 @@ from ...nn.linear import Linear
 from ...nn.state.random_state import is_capturing, is_in_backward
 from ...spec import Spec
 from ...tensor.quantized import Quantized
-from ..handshake import wait_for_all
 from .gather import (
     BACKWARD,
     FORWARD,
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
 State = list[tuple[Tensor, tuple[int, int, int]]]  # shards, and counts of writes to them
 ALL_WEIGHTS = -1
 WRITTEN = "fully_shard: expected all {} ranks to have written to {} since mf.step, as this rank has"
+MODE = "fully_shard: expected all {} ranks to have {} in the mode that this rank has changed to"
 
 
 # ---- one weight ----------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class WeightGather(Gather):
             self.bring(BACKWARD)
 
     def note_reading(self, selection: int) -> None:
-        note_reading(selection, self, self.joined_batch().gathers, self.targets[0].device)
+        note_reading(selection, self, self.joined_batch().gathers)
 
     def lacking(self, storage: int) -> int | None:
         row, col = self.targets[:3], self.targets[3:]
@@ -230,6 +230,7 @@ class Batch:
         self.exchanged = [self.native.exchanged(selection) for selection in (FORWARD, BACKWARD)]
         self.splits = [gather for gather in gathers if gather.plan.mode == "split"]
         self.measured: State = []  # when mf.step exchanged amaxes
+        self.was_training = True  # at the last gather that read those amaxes, or could not
         self.is_captured = False  # whether a CUDA graph has captured a gather
         self.start(FORWARD, [], [])
 
@@ -324,6 +325,10 @@ class Batch:
         self.is_captured = self.is_captured or is_capturing(shards[0].device)
         # Evaluation may replace weights with no write counted.
         is_training = all([gather.module().training for gather in self.gathers])
+        if self.measured and self.exchanged[selection] and is_training != self.was_training:
+            absent = "their layer is in the other mode"
+            self.gathers[0].meet("the gather in another mode of", MODE, absent)
+            self.was_training = is_training
         is_measured = is_training and self.is_measured(shards)
         if not is_measured and self.exchanged[selection]:
             exchange_amaxes([self], [shards], selection)
@@ -362,8 +367,8 @@ class Batch:
         if all([a is b and c == d for (a, c), (b, d) in zip(self.measured, now)]) and now:
             return True
         if any(self.exchanged) and self.world > 1:
-            title, device = self.gathers[0].title, shards[0].device
-            wait_for_all(title, self.ranks, device, WRITTEN, "written to", f"written/{title}")
+            absent = "their layer is not written to"
+            self.gathers[0].meet("the gather after a write to", WRITTEN, absent)
         self.measured = []
         return False
 

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..handshake import wait_for_all
 from .gather import Gather
 
 EXPECTED = "fully_shard: expected all {} ranks to run the forward of {} again in backward"
@@ -30,9 +29,7 @@ LIBRARY = torch.library.Library("minifloat_fsdp", "DEF")
 LIBRARY.define("gather_memory(Tensor memory) -> ()")
 
 
-def note_reading(
-    selection: int, reader: Gather, gathers: Sequence[Gather], device: torch.device
-) -> None:
+def note_reading(selection: int, reader: Gather, gathers: Sequence[Gather]) -> None:
     """Notes that weights are read in a direction that FSDP2's gather has not brought.
 
     Waits for all ranks at the first time, where they are to gather the direction.
@@ -41,7 +38,6 @@ def note_reading(
         selection: the gather that brings it.
         reader: the gather of the weight that is read.
         gathers: those of the weights that FSDP2 gathers together with it.
-        device: of the gathered weight.
 
     Raises:
         ValueError: other ranks do not read the weight.
@@ -49,8 +45,7 @@ def note_reading(
     if selection in reader.on_demand:
         return
     if reader.world > 1 and any([gather.plan.mode == "split" for gather in gathers]):
-        key = f"read/{selection}/{reader.title}"
-        wait_for_all(reader.title, reader.group, device, EXPECTED, "recomputed", key)
+        reader.meet("the gather in backward of", EXPECTED, "their layer is not recomputed")
     for gather in gathers:
         gather.on_demand.add(selection)
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from ...nn.grouped_product import GroupedProduct
 from ...nn.hooks import is_distributed
 from ...nn.linear import Linear
+from ..handshake import require_same
 from .expert_gather import ExpertGather
 from .gather import BOTH_GATHERS, Gather, GatherPlan, UnknownFsdpError, find_fsdp_group
 from .linear_gather import Batch, WeightGather, exchange_amaxes
@@ -35,6 +36,10 @@ from .weight_tensors import ShardedWeight
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+ALL_STEP = "precompute_scales: expected all {} ranks to call it, or mf.step, for {}"
+SAME_WEIGHTS = "precompute_scales: expected all ranks to have gathered the same weights"
 
 
 def wrap_sharded_weight(module: nn.Module, parameter: Tensor) -> None:
@@ -176,6 +181,9 @@ def precompute_scales(model: nn.Module) -> None:
     Returns:
         None: the native batches hold the amaxes, float32.
 
+    Raises:
+        ValueError: a rank is missing, or ranks have gathered other weights; on every rank.
+
     Example:
         >>> import torch.distributed as dist
         >>> from torch.distributed.fsdp import fully_shard
@@ -186,7 +194,17 @@ def precompute_scales(model: nn.Module) -> None:
         >>> mf.precompute_scales(model)  # after opt.step()
         >>> mf.destroy_process_group()
     """
-    for batches in sharded_batches(model).values():
+    for group, batches in sharded_batches(model).items():
+        if any([any(batch.exchanged) for batch in batches]):
+            titles = [gather.title for batch in batches for gather in batch.gathers]
+            require_same(
+                "mf.step or mf.precompute_scales of",
+                "; ".join(titles),
+                group,
+                expected=ALL_STEP,
+                absent="they have not called it",
+                differs=SAME_WEIGHTS,
+            )
         exchange_amaxes(list(batches), list(batches.values()), BOTH_GATHERS)
         for batch, shards in batches.items():
             batch.measured = batch.state_of(shards)  # for the next gathers

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..._native import ops
 from ...checks import require_int, require_one_of
-from ...distributed.handshake import require_equal, wait_for_all
+from ...distributed.handshake import require_equal, require_same
 from ...nn.grouped_product import ProductCall, product_of
 from ...nn.state.recipe_state import ExpertRange
 from ...recipe import Recipe
@@ -187,12 +187,15 @@ class ExpertParallel:
         offs = order.offs.long()
         number = torch.full((1,), ops.stream(title), dtype=torch.int64, device=offs.device)
         if self.title is None:
-            wait_for_all(
-                title, self.group, offs.device, expected=DIVIDE, change="divided", key="divided"
+            require_same(
+                "the first forward of",
+                title,
+                self.group,
+                expected=DIVIDE,
+                absent="their layer is not divided",
+                differs=EQUAL,
             )
-            found = number.new_empty(self.ranks)
-            dist.all_gather_into_tensor(found, number, group=self.group)
-            self._compare(title, to_host(found), is_on_all=True)
+            self.title = title
         sent = offs.diff(prepend=offs.new_zeros(1)).view(self.ranks, self.local)
         tokens = torch.full_like(number, order.places.shape[0])
         states = [offs.new_zeros(2) if call.rng is None else call.rng[:2] for call in calls]

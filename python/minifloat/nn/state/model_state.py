@@ -52,15 +52,20 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     adds up. Under FSDP2 ranks exchange the maxima of all sharded weights, as in
     mf.precompute_scales; nothing is cast.
 
+    Ranks compare their layers first: at a model's first step, where a rank's layers have changed,
+    and in each step that reduces anything (docs/distributed.md, "Ranks agree by name").
+
     Args:
-        model: one that mf.quantize_ converted, or that has mf.Linear layers.
+        model: one that mf.quantize_ converted, or that has mf.Linear layers. Several stages of a
+            pipeline on one rank are one nn.ModuleList.
         group: the data-parallel ranks, whose amaxes are reduced to their maximum, and whose counts
-            of tokens to their sum; None: all ranks.
+            of tokens to their sum; None: all ranks, or in a pipeline those of the same stage.
 
     Raises:
         TypeError: `model` is no module, or `group` is no process group that has this rank.
         ValueError: two parts of the model draw the same random bits (mf.quantize_'s seed), or
-            nobody read mf.balance_loss after a forward of layers with balance="loss".
+            nobody read mf.balance_loss after a forward of layers with balance="loss"; a rank is
+            missing, or the layers of ranks differ, on every rank. Nothing has changed then.
 
     Source: delayed scaling of Transformer Engine (DelayedScaling, amax_history_len,
     amax_compute_algo, margin).
@@ -81,20 +86,24 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     name_layers(model)
     require_own_streams(model)
     expert_hooks.require_losses_read(model)
-    layers = converted(model)
+    layers, routers = converted(model), expert_hooks.routers(model)
+    ranks = hooks.group_of_step(unwrapped(model), layers, routers, group)
     forget_weights(layers)
-    _roll_histories(layers, group)
-    expert_hooks.end_step(model, group)
+    _roll_histories(layers, ranks)
+    expert_hooks.end_step(model, ranks)
     hooks.precompute_scales(unwrapped(model))
 
 
-def _roll_histories(layers: list[tuple[str, RecipeState]], group: dist.ProcessGroup | None) -> None:
-    """Rolls the histories of all layers, with one call for those of one shape and rule."""
+def _roll_histories(layers: list[tuple[str, RecipeState]], ranks: dist.ProcessGroup | None) -> None:
+    """Rolls the histories of all layers, with one call for those of one shape and rule.
+
+    ranks: those with the same layers; None: this one alone.
+    """
     delayed = [(layer, history) for _, layer, history in histories_of(layers)]
     if not delayed:
         return
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        _reduce_running(delayed, group)
+    if ranks is not None:
+        _reduce_running(delayed, ranks)
     groups: dict[tuple[torch.device, torch.Size, DelayedScaling], list[Tensor]] = {}
     for layer, history in delayed:
         key = (history.device, history.shape, layer.delayed)
@@ -104,9 +113,7 @@ def _roll_histories(layers: list[tuple[str, RecipeState]], group: dist.ProcessGr
         ops.roll_amax_histories(histories, algorithm=rule.algorithm, margin=rule.margin)
 
 
-def _reduce_running(
-    delayed: list[tuple[RecipeState, Tensor]], group: dist.ProcessGroup | None
-) -> None:
+def _reduce_running(delayed: list[tuple[RecipeState, Tensor]], group: dist.ProcessGroup) -> None:
     """Replaces this step's amaxes by the largest of all ranks, in one all-reduce.
 
     A rank that has some experts of all has zeros for the others.
@@ -130,17 +137,20 @@ def training_state(model: nn.Module) -> dict[str, Tensor]:
     Where ranks have different experts, all of them call this: they exchange the histories.
 
     Args:
-        model: one that mf.quantize_ converted, or that has mf.Linear layers.
+        model: one that mf.quantize_ converted, or that has mf.Linear layers; or a part of one, such
+            as a stage of a pipeline.
 
     Returns:
         Copies by name, the same on every data-parallel rank. "rng": int64 (seed, count), of the
-        call mf.quantize_(model, …); "<name>.rng" of a module that was converted alone;
-        "gradients.rng" of mf.quantize_gradients_(model, …).
+        call mf.quantize_(model, …), also where `model` is a part of that model; "<name>.rng" of a
+        module that was converted alone; "gradients.rng" of mf.quantize_gradients_(model, …).
         "<name>.amax_history": float32 (6, 1 + length), a row an operand; (6, E, 1 + length) of
         the E experts of all ranks.
 
     Raises:
         TypeError: `model` is no module.
+        ValueError: ranks have different experts, and one is missing, or has other layers; on every
+            rank.
 
     Example:
         >>> model = mf.Linear(64, 32, recipe="nvfp4", seed=7)
@@ -149,14 +159,42 @@ def training_state(model: nn.Module) -> dict[str, Tensor]:
         {'rng': tensor([7, 1])}
     """
     name_layers(require_module("training_state", model))
-    state = {join(fqn, "rng"): rng.get() for fqn, rng in states_of(model)}
-    for fqn, layer, history in histories_of(converted(model)):
-        name, kept = join(fqn, "amax_history"), layer.expert_range
-        if kept is None:
-            state[name] = history.clone()
-        else:
-            state[name] = hooks.reduce_amaxes(kept.of_all(history), kept.group)
+    state = _state_of_rank(model)
+    divided: dict[dist.ProcessGroup, list[str]] = {}  # the histories that ranks have parts of
+    for fqn, layer, _ in histories_of(converted(model)):
+        if layer.expert_range is not None:
+            name = join(fqn, "amax_history")
+            divided.setdefault(layer.expert_range.group, []).append(name)
+    for group, names in divided.items():
+        hooks.require_same_names("mf.training_state of", names, group)
+        for name in names:
+            state[name] = hooks.reduce_amaxes(state[name], group)
     return state
+
+
+def _state_of_rank(model: nn.Module) -> dict[str, Tensor]:
+    """Returns training_state's tensors, with zeros for the experts of other ranks."""
+    state = {name: rng.get() for name, rng in _rng_states(model)}
+    for fqn, layer, history in histories_of(converted(model)):
+        kept = layer.expert_range
+        state[join(fqn, "amax_history")] = history.clone() if kept is None else kept.of_all(history)
+    return state
+
+
+def _rng_states(model: nn.Module) -> list[tuple[str, RngState]]:
+    """Lists the random states of a model by name.
+
+    A part of a converted model draws from the state of the whole one, whose hook is outside: it is
+    named as if the part were the whole. Of several such states, each has the name of the first
+    layer that draws from it.
+    """
+    found = [(join(fqn, "rng"), rng) for fqn, rng in states_of(model)]
+    hooked, outside = [rng for _, rng in found], dict[RngState, str]()
+    for fqn, layer in converted(model):
+        if layer.rng_state is not None and layer.rng_state not in hooked:
+            outside.setdefault(layer.rng_state, fqn)
+    is_one = len(outside) == 1 and all(name != "rng" for name, _ in found)
+    return found + [(join("" if is_one else fqn, "rng"), rng) for rng, fqn in outside.items()]
 
 
 @torch.no_grad()
@@ -177,7 +215,7 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         >>> mf.training_state(resumed)
         {'rng': tensor([7, 1])}
     """
-    wanted = training_state(require_module("load_training_state", model))
+    wanted = _state_of_rank(require_module("load_training_state", model))
     if not isinstance(state, Mapping):
         raise TypeError(
             f"load_training_state: expected a dict of names and tensors, got {type(state).__name__}"
@@ -207,8 +245,8 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 f"load_training_state: {name}: expected counts and amaxes of at least 0, "
                 f"got {entry}"
             )
-    for fqn, rng in states_of(model):
-        rng.set(state[join(fqn, "rng")])
+    for name, rng in _rng_states(model):
+        rng.set(state[name])
     layers = converted(model)
     for fqn, layer, history in histories_of(layers):
         entry, kept = state[join(fqn, "amax_history")], layer.expert_range
@@ -223,7 +261,13 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def share_random_state(
     root: nn.Module, layers: list[RecipeState], seed: int, data_parallel_rank: int | None
 ) -> None:
-    """Gives one RngState, and the hooks that advance it, to the layers with stochastic rounding."""
+    """Gives one RngState, and the hooks that advance it, to the layers with stochastic rounding.
+
+    All layers keep a number of their names, by which mf.step knows stages of one model.
+    """
+    conversion = ops.stream("\n".join(layer.fqn for layer in layers))
+    for layer in layers:
+        layer.conversion = conversion
     stochastic = [m for m in layers if m.recipe.is_stochastic]
     if not stochastic:
         return

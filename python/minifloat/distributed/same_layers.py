@@ -1,0 +1,281 @@
+"""Which ranks end a training step together: those that have the same layers, by name.
+
+    group given                      all its ranks have the same layers, or each raises an error
+    group=None, equal lists          all ranks
+    group=None, disjoint lists       stages of a pipeline: ranks with equal lists, each among them
+    lists that overlap otherwise     an error on every rank, with the first difference
+
+Ranks come to a handshake (handshake.py) before they reduce anything: at the first mf.step of a
+model, where its list of layers has changed, and in each step where any ranks reduce. So a rank that
+has not changed learns of one that has. Where nothing is reduced, as under recipes without delayed
+scaling, or with one rank a stage, later steps wait for nobody.
+
+Stages are told from replicas whose conversions differ: stages of one model were converted by one
+call of mf.quantize_, or are a PipelineStage of torch each.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations, zip_longest
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from ..nn.names import PRODUCT, join, unwrapped
+from ..nn.state.recipe_state import RecipeState
+from .handshake import meet, number_of
+
+STEP = "step: expected all {} ranks to call mf.step for the same layers ({})"
+SAME = "step: expected all ranks to have the same layers in one order"
+REMEDY = (
+    "; where they are stages of a pipeline, call mf.quantize_ on the whole model before it is cut, "
+    "or pass group, the ranks that have the same stage"
+)
+
+Layers = Sequence[tuple[str, RecipeState]]
+Routers = Sequence[tuple[str, nn.Module]]
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What ranks have agreed on at the last handshake of a model.
+
+    Args:
+        found: the layers of this rank then.
+        text: what other ranks read of them.
+        number: of the lists of all ranks, which each has in the handshakes of later steps.
+        group: the ranks that have this rank's layers; None: this one alone.
+        is_reduced: whether any ranks reduce anything.
+    """
+
+    found: list[tuple[Any, ...]]
+    text: str
+    number: int
+    group: dist.ProcessGroup | None
+    is_reduced: bool
+
+
+Groups = weakref.WeakKeyDictionary[dist.ProcessGroup, Any]
+agreements: weakref.WeakKeyDictionary[nn.Module, Groups] = weakref.WeakKeyDictionary()
+stage_groups: Groups = weakref.WeakKeyDictionary()  # -> the groups of some of its ranks
+
+
+def group_of_step(
+    model: nn.Module, layers: Layers, routers: Routers, group: dist.ProcessGroup | None
+) -> dist.ProcessGroup | None:
+    """Finds the ranks that reduce amaxes and counts with this one; None: it is alone.
+
+    Args:
+        model: of mf.step.
+        layers: (name, layer) under a recipe.
+        routers: (name, router), whose counts are reduced.
+        group: of mf.step.
+
+    Raises:
+        ValueError: a rank is missing, or the ranks' layers differ; on every rank that is there.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    ranks = cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
+    if dist.get_world_size(ranks) == 1:
+        return None
+    found = [_described(name, layer) for name, layer in layers]
+    found += [_described_router(name, router) for name, router in routers]
+    by_group = agreements.setdefault(model, weakref.WeakKeyDictionary())
+    agreed: Agreed | None = by_group.get(ranks)
+    is_known = agreed is not None and agreed.found == found
+    if agreed is not None and is_known and not agreed.is_reduced:
+        return agreed.group
+    if agreed is not None and is_known:
+        text, number = agreed.text, agreed.number
+    else:
+        text = _text(model, layers, routers, found)
+        number = number_of("step", text)
+    first = found[0][0] if found else "none"
+    texts = meet(
+        "mf.step of",
+        text,
+        ranks,
+        expected=STEP.format("{}", first),
+        absent="they have not called it",
+        number=number,
+    )
+    if texts is None and is_known:
+        assert agreed is not None
+        return agreed.group
+    by_group[ranks] = agreed = _agree(ranks, found, text, texts, group is None)
+    return agreed.group
+
+
+# ---- what ranks compare --------------------------------------------------------------------------
+
+
+def _described(name: str, layer: RecipeState) -> tuple[Any, ...]:
+    """Returns what ranks compare of a layer; its first item is the name in the whole model."""
+    history, rule = layer._buffers["amax_history"], layer.delayed
+    kept, sizes = layer.expert_range, None
+    if history is not None:
+        experts = () if history.dim() == 2 else (kept.experts if kept else history.shape[1],)
+        sizes = (*experts, rule.history_length, rule.algorithm, rule.margin)
+    shape = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
+    return (
+        layer.fqn or name,
+        layer.recipe.text,
+        shape,
+        sizes,
+        layer.training,
+        layer.conversion,
+        name,
+    )
+
+
+def _described_router(name: str, router: Any) -> tuple[Any, ...]:
+    return (name, "router", (router.experts, router.dim), router.balance, router.training, None)
+
+
+def _line(found: tuple[Any, ...]) -> str:
+    """Returns the words for a layer in an error."""
+    name, recipe, shape, sizes, training, *_ = found
+    mode = "" if training else ", in evaluation mode"
+    if recipe == "router":
+        return f"{name}: a router of {shape[0]} experts, D = {shape[1]}, balance {sizes!r}{mode}"
+    matrix = "" if shape[0] is None else f", weight {shape}"
+    if sizes is None:
+        return f"{name}: {recipe}{matrix}{mode}"
+    *experts, length, algorithm, margin = sizes
+    many = f" for each of {experts[0]} experts" if experts else ""
+    return (
+        f"{name}: {recipe}{matrix}, {length} steps of history{many} ({algorithm}, margin {margin})"
+        f"{mode}"
+    )
+
+
+def _text(
+    model: nn.Module, layers: Layers, routers: Routers, found: Sequence[tuple[Any, ...]]
+) -> str:
+    """Returns what the other ranks read of this one's layers."""
+    named = [*found[: len(layers)]]
+    for (name, _), router in zip(routers, found[len(layers) :]):
+        named.append((_whole_name(name, layers), *router[1:]))
+    return json.dumps(
+        {
+            "stage": _stage_of(model),
+            "layers": [[layer[0], _line(layer)] for layer in named],
+            "conversions": sorted({layer.conversion for _, layer in layers}),
+            "is_reduced": bool(routers) or any(layer[3] is not None for layer in found),
+        }
+    )
+
+
+def _whole_name(name: str, layers: Layers) -> str:
+    """Returns a router's name in the model that mf.quantize_ converted whole.
+
+    A layer of the same module, or of one around it, tells that module's name in the whole model.
+    """
+    parts = name.split(".")
+    for depth in range(len(parts) - 1, -1, -1):
+        parent = ".".join(parts[:depth])
+        for local, layer in layers:
+            if parent and not local.startswith(f"{parent}."):
+                continue
+            rest = local[len(parent) + 1 :] if parent else local
+            rest = rest.removesuffix(PRODUCT)
+            if layer.fqn == rest or layer.fqn.endswith(f".{rest}"):
+                return join(layer.fqn[: -len(rest)].rstrip("."), *parts[depth:])
+    return name
+
+
+def _stage_of(model: nn.Module) -> list[int] | None:
+    """Finds the indices of the pipeline stages that have the model, or modules of a list."""
+    pipelining = sys.modules.get("torch.distributed.pipelining.stage")
+    if pipelining is None:
+        return None
+    kind, inner = pipelining._PipelineStageBase, unwrapped(model)
+    modules = [model, inner, *(inner.children() if isinstance(inner, nn.ModuleList) else ())]
+    modules += [unwrapped(module) for module in modules]
+    found = set()
+    for referrer in gc.get_referrers(*modules):
+        holders = [referrer] if isinstance(referrer, kind) else gc.get_referrers(referrer)
+        if not (
+            isinstance(referrer, kind) or (isinstance(referrer, dict) and "submod" in referrer)
+        ):
+            continue
+        found |= {holder.stage_index for holder in holders if isinstance(holder, kind)}
+    return sorted(found) or None
+
+
+# ---- who reduces ---------------------------------------------------------------------------------
+
+
+def _agree(
+    ranks: dist.ProcessGroup,
+    found: list[tuple[Any, ...]],
+    text: str,
+    texts: list[str] | None,
+    may_be_stages: bool,
+) -> Agreed:
+    """Returns what the ranks' texts mean; None: all have `text`, which is this rank's.
+
+    Raises:
+        ValueError: the lists overlap, or are no stages of one model.
+    """
+    if texts is None:
+        is_reduced = json.loads(text)["is_reduced"]
+        return Agreed(found, text, number_of("step", text), ranks, is_reduced)
+    lists = [json.loads(of_rank) for of_rank in texts]
+    owners: dict[str, list[int]] = {}  # of the ranks with equal lists
+    for rank, of_rank in enumerate(lists):
+        owners.setdefault(json.dumps([of_rank["stage"], of_rank["layers"]]), []).append(rank)
+    sets = list(owners.values())
+    for (i, *_), (j, *_) in combinations(sets, 2):
+        _require_stages(i, lists[i], j, lists[j], may_be_stages)
+    own = next(members for members in sets if dist.get_rank(ranks) in members)
+    group = _group_among(ranks, sets, own)
+    is_reduced = any(lists[members[0]]["is_reduced"] and len(members) > 1 for members in sets)
+    number = number_of("step of stages", json.dumps(sorted(owners.items())))
+    return Agreed(found, text, number, group, is_reduced)
+
+
+def _require_stages(i: int, a: Any, j: int, b: Any, may_be_stages: bool) -> None:
+    """Raises ValueError where the lists of ranks i and j are not those of two stages."""
+    names = [{name for name, _ in of_rank["layers"]} for of_rank in (a, b)]
+    stages = a["stage"], b["stage"]
+    are_stages = None not in stages and not set(stages[0]) & set(stages[1])
+    of_one = bool(set(a["conversions"]) & set(b["conversions"]) - {0})
+    if may_be_stages and not names[0] & names[1] and (are_stages or of_one):
+        return
+    if not any(names):
+        return
+    if a["layers"] == b["layers"]:
+        first = a["layers"][0][0]
+        raise ValueError(
+            f"{SAME}, but layer {first!r} is of stage {stages[0]} on rank {i} and of stage "
+            f"{stages[1]} on rank {j}{REMEDY}"
+        )
+    for at, (mine, other) in enumerate(zip_longest(a["layers"], b["layers"])):
+        if mine != other:
+            has = [f"{line[1]!r}" if line else "none" for line in (mine, other)]
+            raise ValueError(
+                f"{SAME}, but layer {at} is {has[0]} on rank {i} and {has[1]} on rank {j}{REMEDY}"
+            )
+
+
+def _group_among(
+    ranks: dist.ProcessGroup, sets: list[list[int]], own: list[int]
+) -> dist.ProcessGroup | None:
+    """Returns the group of one of the sets; all ranks make the groups of all sets, once."""
+    if len(sets) == 1:
+        return ranks
+    made = stage_groups.setdefault(ranks, {})
+    for members in sets:
+        key = tuple(members)
+        if len(members) > 1 and key not in made:
+            made[key] = dist.new_group(list(members))
+    return made.get(tuple(own))
