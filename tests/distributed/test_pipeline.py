@@ -3,6 +3,7 @@
 import copy
 
 import minifloat as mf
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -53,14 +54,14 @@ def built(recipe, sizes, has_experts):
     return model
 
 
-def batch(step, rank=0, ranks=1):
-    """Returns a data-parallel rank's rows of a step's batch."""
+def batch(step, copy=0, copies=1):
+    """Returns a step's batch, or the rows of one of several data-parallel copies."""
     x = torch.randn(TOKENS, D, generator=torch.Generator().manual_seed(step))
-    return x.chunk(ranks)[rank], x.flip(1).chunk(ranks)[rank]
+    return x.chunk(copies)[copy], x.flip(1).chunk(copies)[copy]
 
 
-def train_alone(model, group):
-    losses, optimizer = [], torch.optim.SGD(model.parameters(), lr=0.05)
+def train_alone(model, group, lr=0.05):
+    losses, optimizer = [], torch.optim.SGD(model.parameters(), lr=lr)
     for step in range(STEPS):
         x, y = batch(step)
         of_micro = []
@@ -81,10 +82,14 @@ class Pipeline:
     """The stages of this rank, each a copy with a random state of its own.
 
     numbers: of the stages on each rank.
+    copies: data-parallel copies of the pipeline, of two ranks each.
+    group: the ranks of this copy; None: all.
     """
 
-    def __init__(self, schedule, model, numbers, group=None):
+    def __init__(self, schedule, model, numbers, lr=0.05, copies=1, group=None):
         rank, count = dist.get_rank(group), len(model)
+        self.rows = dist.get_rank() // 2, copies
+        micro = MICRO // copies
         self.numbers = numbers[rank]
         self.modules = nn.ModuleList(copy.deepcopy(model[i]) for i in self.numbers)
         # With inputs and outputs given, torch runs no forward to find their shapes.
@@ -96,14 +101,14 @@ class Pipeline:
             for i, m in zip(self.numbers, self.modules)
         ]
         is_multi = len(numbers[0]) > 1
-        self.schedule = schedule(stages if is_multi else stages[0], MICRO, loss_fn=mse_loss)
-        self.optimizer = torch.optim.SGD(self.modules.parameters(), lr=0.05)
+        self.schedule = schedule(stages if is_multi else stages[0], micro, loss_fn=mse_loss)
+        self.optimizer = torch.optim.SGD(self.modules.parameters(), lr=lr)
         self.is_first, self.is_last = 0 in self.numbers, count - 1 in self.numbers
 
     def train(self, steps=range(STEPS)):
         losses = []
         for step in steps:
-            x, y = batch(step)
+            x, y = batch(step, *self.rows)
             of_micro = []
             inputs = (x,) if self.is_first else ()
             self.schedule.step(
@@ -111,7 +116,8 @@ class Pipeline:
             )
             self.optimizer.step()
             self.optimizer.zero_grad()
-            mf.step(self.modules if len(self.modules) > 1 else self.modules[0])
+            modules = list(self.modules)
+            mf.step(nn.ModuleList(modules) if len(modules) > 1 else modules[0])
             if self.is_last:
                 losses.append(torch.stack(of_micro).detach())
         return losses
@@ -129,6 +135,10 @@ def assert_trains_as_one(pipeline, alone, want, what):
     losses = pipeline.train()
     if pipeline.is_last:
         require_same(torch.stack(losses), torch.stack(want), what)
+    assert_same_states(pipeline, alone, what)
+
+
+def assert_same_states(pipeline, alone, what):
     for i, module in zip(pipeline.numbers, pipeline.modules):
         # A deep copy has the same outside state, so a stage's names are equal to the pipeline's.
         want_states, got = states_of(alone[i]), states_of(module)
@@ -165,3 +175,89 @@ def check_schedules(rank):
 
 def test_every_schedule_trains_as_one_process():
     run_world(2, check_schedules)
+
+
+def check_copies(rank):
+    """Two copies of a pipeline, each with half of the rows.
+
+    Without changes of the weights their amaxes and counts are one process's to the bit.
+    """
+    own = [dist.new_group([i]) for i in range(4)][rank]
+    pipes = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    for sizes, has_experts in (((2, 1), False), ((1, 1), True)):
+        alone = built("fp8_delayed", sizes, has_experts)
+        pipeline = Pipeline(
+            Schedule1F1B, alone, ([0], [1]), lr=0.0, copies=2, group=pipes[rank // 2]
+        )
+        train_alone(alone, own, lr=0.0)
+        pipeline.train()
+        assert_same_states(pipeline, alone, f"{sizes}")
+
+
+def test_copies_of_a_stage_reduce_among_themselves():
+    run_world(4, check_copies)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def check_resumes(rank):
+    for recipe in ("nvfp4", "mxfp4", "fp8_delayed"):
+        first = Pipeline(Schedule1F1B, built(recipe, (1, 2), False), ([0], [1]))
+        first.train(range(2))
+        weights = copy.deepcopy(first.modules.state_dict())
+        (stage,) = first.modules
+        state = mf.training_state(stage)
+        first.train(range(2, 4))
+        resumed = Pipeline(Schedule1F1B, built(recipe, (1, 2), False), ([0], [1]))
+        resumed.modules.load_state_dict(weights)
+        (again,) = resumed.modules
+        for name in state:  # an incomplete state is refused
+            less = {key: t for key, t in state.items() if key != name}
+            with pytest.raises(ValueError, match=f"missing .*{name}"):
+                mf.load_training_state(again, less)
+        mf.load_training_state(again, state)
+        resumed.train(range(2, 4))
+        for name, value in states_of(again).items():
+            require_same(value, states_of(stage)[name], f"{recipe}: {name}")
+
+
+def test_a_pipeline_resumes_from_the_states_of_its_stages():
+    run_world(2, check_resumes)
+
+
+def test_a_part_of_a_model_has_its_random_state():
+    model = built("nvfp4", (1, 1), False)
+    other = built("nvfp4", (1, 1), False)
+    model(torch.ones(2, D))
+    assert mf.training_state(model[1])["rng"].tolist() == [0, 1]
+    both = nn.ModuleList([model[1], other[1]])  # of two conversions
+    assert list(mf.training_state(both)) == ["0.0.0.rng", "1.0.0.rng"]
+    mf.load_training_state(other[0], mf.training_state(model[0]))
+    assert mf.training_state(other)["rng"].tolist() == [0, 1]
+
+
+# ---- lists that are no stages --------------------------------------------------------------------
+
+
+def check_refused(rank):
+    kept = []
+    own = [dist.new_group([i]) for i in range(2)][rank]
+    # Stages that were converted one by one have equal names.
+    apart = built("fp8_delayed", (1,), False)[0]
+    kept.append(PipelineStage(apart, rank, 2, torch.device("cpu")))
+    with pytest.raises(ValueError, match=r"'0.0.0' is of stage \[0\] on rank 0 and of stage \[1\]"):
+        mf.step(apart)
+    mf.step(apart, own)
+    # Stages that share layers.
+    model = built("fp8_delayed", (1, 1, 1), False)
+    with pytest.raises(ValueError, match=r"layer 0 is '0.0.0: fp8.* and '1.0.0: fp8"):
+        mf.step(nn.ModuleList([model[rank], model[rank + 1]]))
+    # Disjoint stages where the caller says that all ranks have the same layers.
+    with pytest.raises(ValueError, match=r"layer 0 is '0.0.0: fp8"):
+        mf.step(model[rank], dist.group.WORLD)
+    mf.step(model[rank])  # of one conversion
+
+
+def test_lists_that_are_no_stages_are_refused():
+    run_world(2, check_refused)

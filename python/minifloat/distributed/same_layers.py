@@ -88,7 +88,9 @@ def group_of_step(
         return None
     found = [_described(name, layer) for name, layer in layers]
     found += [_described_router(name, router) for name, router in routers]
-    by_group = agreements.setdefault(model, weakref.WeakKeyDictionary())
+    # A list of stages may be a new object in each step.
+    key = next(iter(model.children()), model) if isinstance(model, nn.ModuleList) else model
+    by_group = agreements.setdefault(key, weakref.WeakKeyDictionary())
     agreed: Agreed | None = by_group.get(ranks)
     is_known = agreed is not None and agreed.found == found
     if agreed is not None and is_known and not agreed.is_reduced:

@@ -8,8 +8,8 @@ modules have a protocol (initial values, sharding), so converted modules are of 
 too. After each step of torchtitan's optimizers mf.step runs.
 """
 
-import weakref
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -28,7 +28,6 @@ from ..nn.linear import Linear
 from ..nn.state.model_state import step
 from .shared import Minifloat, keep_training_state, options_of
 
-MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # converted, for mf.step
 ROUTER = ".router."  # of names of layers that choose experts, which stay in high precision
 
 
@@ -71,7 +70,7 @@ def convert_model(model: nn.Module, options: dict[str, Any]) -> None:
     for module in model.modules():
         if type(module) is GroupedProduct:
             module.__class__ = QuantizedProduct
-    MODELS.add(model)
+    end_steps()
     logger.info(str(report))
 
 
@@ -103,15 +102,21 @@ def quantize(cfg: BaseModel.Config, **settings: Any) -> BaseModel.Config:
     return cfg
 
 
+@cache
+def end_steps() -> None:
+    """Makes mf.step run after each step of torchtitan's optimizers, from now on."""
+    register_optimizer_step_post_hook(end_step)
+
+
 def end_step(optimizer: object, args: object, kwargs: object) -> None:
-    """Calls mf.step for the converted models that the optimizers train."""
-    if not isinstance(optimizer, OptimizersContainer):  # one of those within the container
-        return
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for model in list(MODELS):
-        if any(id(parameter) in trained for parameter in model.parameters()):
-            step(model)
+    """Calls mf.step for the parts of the model that the optimizers train, once on each rank.
+
+    In a pipeline they are stages, copies of parts of the converted model; also one that has no
+    converted layer, because the ranks of the others wait for all.
+    """
+    if isinstance(optimizer, OptimizersContainer):  # not one of those within the container
+        parts = optimizer.model_parts
+        step(parts[0] if len(parts) == 1 else nn.ModuleList(parts))
 
 
-register_optimizer_step_post_hook(end_step)
 keep_training_state(CheckpointManager)

@@ -260,3 +260,33 @@ def test_a_copy_of_a_weight_has_wires_of_its_own():
     assert mf.wires(weight)[0].data_ptr() == memory[0].data_ptr()
     assert mf.wires(weight)[1].data_ptr() == memory[1].data_ptr()
     assert all(a.data_ptr() != b.data_ptr() for a, b in zip(mf.wires(twin), memory))
+
+
+def check_changes_on_one(rank):
+    """A list that changes on one rank after steps that agreed is an error on both."""
+    master = torch.arange(1536.0)
+    mine, starts = master[768 * rank :][:768], [768 * rank]
+    weight = empty_weight((32, 48), ("mxfp8/32x32", "mxfp8/32x32"))
+
+    def cast(weight, *names):
+        mf.quantize_master_weights(
+            [weight] * len(names), [mine] * len(names), starts * len(names), None, names=names
+        )
+
+    cast(weight, "a")
+    cast(weight, "a")
+    refused("name differs", [weight], [mine], ["b" if rank else "a"], starts)
+    count = 1 + rank
+    refused("directions here and 1 to 2", [weight] * count, [mine] * count)
+    cast(weight, "a")
+    want = weight.dequantize()
+    # New weights on one rank alone, whose list is not new to the other.
+    other = empty_weight((32, 48), ("mxfp8/32x32", "mxfp8/32x32")) if rank else weight
+    for _ in range(2):
+        cast(other, "a")
+    shard = slice(768 * rank, 768 * (rank + 1))
+    assert torch.equal(other.dequantize().view(-1)[shard], want.view(-1)[shard])
+
+
+def test_a_list_that_changes_on_one_rank():
+    run_world(2, check_changes_on_one)

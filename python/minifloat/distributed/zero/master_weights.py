@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,13 @@ from torch import Tensor
 from ...spec import Spec
 from ...tensor.quantized import require_tensor
 from ...tensor.quantized_tensor import QuantizedTensor
+from ..handshake import meet
 from .flat_codes import Uncopied, WeightPlan, plan_of
 
 Run = Callable[..., None]
 Fragments = Tensor | tuple[Tensor, ...] | None
 Value = TypeVar("Value")
+ALL_CAST = "quantize_master_weights: expected all {} ranks to call it for {}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +51,46 @@ def _cached(
     if cached is None or cached.made_of != made_of:
         cached = weights[0].__dict__[name] = Cached(made_of, make())
     return cast(Value, cached.value)
+
+
+class Agreement:
+    """The lists of weights that ranks have agreed on, and the native object that compares lists.
+
+    That object compares a list once, by collectives of the list's size. So all ranks have to
+    compare, or none: they meet before each call.
+    """
+
+    def __init__(self) -> None:
+        self.renewals = -1
+        self._renew()
+
+    def _renew(self) -> None:
+        self.native: object = torch.classes.minifloat.Agreement()
+        self.titles: set[tuple[str, str]] = set()  # names of groups, and lists, that were compared
+        self.renewals += 1
+
+    def meet(self, title: str, name: str) -> None:
+        """Waits for all ranks; forgets what was agreed where one has another list, or a new one.
+
+        Args:
+            title: of the list.
+            name: of the group; "": this process alone.
+
+        Raises:
+            ValueError: a rank is missing.
+        """
+        if not name:
+            return
+        known = "compared before" if (name, title) in self.titles else "new"
+        texts = meet(
+            "mf.quantize_master_weights of",
+            f"{title}; {known}",
+            dist.distributed_c10d._resolve_process_group(cast(Any, name)),
+            expected=ALL_CAST,
+            absent="they have not called it",
+        )
+        if texts is not None:
+            self._renew()
 
 
 # ---- the cast ------------------------------------------------------------------------------------
@@ -113,7 +155,7 @@ def quantize_master_weights(
 
     Raises:
         TypeError: a weight is no QuantizedTensor, or the group no process group.
-        ValueError: arguments do not fit, or ranks differ. Nothing is written then.
+        ValueError: arguments do not fit, ranks differ, or one is missing. Nothing is written then.
 
     Example:
         >>> import torch.distributed as dist
@@ -149,15 +191,27 @@ def quantize_master_weights(
         if fragments is not None:
             codes += _fragments(plan, fragments[i], master.numel() == 0)
     labels = [str(i) for i in range(len(plans))] if names is None else list(names)
+    name = _group_name(group)
     # Ranks compare their lists once, also where a rank makes new plans of the same weights later.
-    agreement = _cached("agreement", model_weights, (), torch.classes.minifloat.Agreement)
+    agreement = _cached("agreement", model_weights, (), Agreement)
+    title = _cached("title", model_weights, (plans, labels), lambda: _title(model_weights, labels))
+    agreement.meet(title, name)
     run = _cached(
         "master_casts",
         model_weights,
-        (plans, labels),
-        lambda: _native_casts(plans, labels, agreement),
+        (plans, labels, agreement.renewals),
+        lambda: _native_casts(plans, labels, agreement.native),
     )
-    run(masters, [start or 0 for start in start_offsets], codes, _group_name(group))
+    run(masters, [start or 0 for start in start_offsets], codes, name)
+    agreement.titles.add((name, title))
+
+
+def _title(weights: Sequence[QuantizedTensor], labels: list[str]) -> str:
+    """Returns what ranks compare of a list of weights."""
+    return "; ".join(
+        f"{label}: {tuple(weight.shape)}, {weight.dtype}, {weight.specs}"
+        for label, weight in zip(labels, weights)
+    )
 
 
 def _native_casts(plans: list[WeightPlan], labels: list[str], agreement: object) -> Run:
