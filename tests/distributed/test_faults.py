@@ -61,7 +61,7 @@ def lose_a_rank_before_its_first_gather(rank):
     model(batch(1))
 
 
-def lose_a_rank_in_a_partial_cast(rank):
+def lose_a_rank_before_a_partial_cast(rank):
     master = torch.ones(32 * 48)
     weight = mf.QuantizedTensor.from_tensor(master.view(32, 48), "nvfp4/16x16")
     shards = [(begin, begin + 512) for begin in (0, 512, 1024)]
@@ -90,7 +90,7 @@ LOSSES = {
         lose_a_rank_before_its_first_gather,
         "ranks [1] have not arrived",
     ),
-    "in a partial cast": (3, lose_a_rank_in_a_partial_cast, "the all-reduce of amaxes has failed"),
+    "before a partial cast": (3, lose_a_rank_before_a_partial_cast, "ranks [1] have not arrived"),
     "by hanging": (2, hang_in_a_step, "all_gather"),
 }
 
