@@ -89,9 +89,9 @@ def meet(
             store.wait([f"{key}/end"], seconds)
         except RuntimeError as error:
             store.add(key, -((1 << COUNT_BIT) + number))
-            store.delete_key(mark)
-            missing = [rank for rank in range(world) if not _has_come(store, rank, done)]
-            missing = [rank for rank in missing if rank != dist.get_rank(group)]
+            others = [rank for rank in range(world) if rank != dist.get_rank(group)]
+            # Ranks that came and gave up are named only where no other is missing.
+            missing = [rank for rank in others if not _has_come(store, rank, done)] or others
             raise ValueError(
                 f"{expected.format(world, text)}, but ranks {missing} have not arrived in "
                 f"{seconds}: {absent}, or they have ended or hang"
