@@ -43,9 +43,7 @@ def seeded(shape: tuple[int, ...], seed: int, scale: float = 1.0) -> Tensor:
     return ((mixed ^ (mixed >> 16)) % 7 - 3).to(torch.float32).view(shape) * scale
 
 
-def replica(
-    module: nn.Module, sizes: Mapping[int, int] | None = None, dtype: torch.dtype = torch.float32
-) -> Any:
+def replica(module: nn.Module, sizes: Mapping[int, int] | None = None) -> Any:
     """Returns a module of the same code and settings whose parameters are seeded values on the CPU.
 
     Args:
@@ -54,7 +52,7 @@ def replica(
             containers that are attributes of its class. Modules that contain `module` are shared,
             and what is of torch but no tensor, such as a process group.
         sizes: size -> another one, for dimensions of parameters and for attributes that are ints.
-        dtype: of floating parameters and buffers.
+            Floating parameters and buffers become float32.
 
     Raises:
         CannotCopyError: an attribute is of a class that cannot be copied.
@@ -70,7 +68,7 @@ def replica(
                 new = seeded(shape, len(made), scale)
             else:
                 new = value.detach().to("cpu", copy=True)
-            new = new.to(dtype if value.is_floating_point() else value.dtype)
+            new = new.float() if value.is_floating_point() else new.to(value.dtype)
             made[id(value)] = nn.Parameter(new, requires_grad=False) if is_parameter else new
         return made[id(value)]
 
