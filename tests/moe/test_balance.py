@@ -177,10 +177,9 @@ def test_compiled_models():
     mf.step(inner)
 
 
-def test_compiled_checkpoints(monkeypatch):
+@torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+def test_compiled_checkpoints():
     """A checkpoint within compiled code, by the setting that torch's error names, as torchtitan."""
-    config = torch._dynamo.config
-    monkeypatch.setattr(config, "skip_fwd_side_effects_in_bwd_under_checkpoint", True)
     model, x = built(), tokens()
     (task(model(x)) + mf.balance_loss(model)).backward()
     expected = gradients(model)

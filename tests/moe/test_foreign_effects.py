@@ -2,6 +2,7 @@
 
 import random
 import threading
+import time
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -317,11 +318,14 @@ def test_another_thread_sees_nothing_of_a_conversion():
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        mf.quantize_(nn.ModuleList(experts), "mxfp8", verbose=False)
+        for count in (1, 100):  # before the conversion, and in all
+            while len(drawn) < count:
+                time.sleep(0.001)
+            mf.quantize_(nn.ModuleList(experts), "mxfp8", verbose=False)
+            mf.restore_(nn.ModuleList(experts))
     finally:
         done.set()
         thread.join()
     seed()
-    assert len(drawn) > 100
     assert drawn == draw(len(drawn))
     assert dtypes == {(torch.float32, True), (torch.float32, torch.device("cpu"))}

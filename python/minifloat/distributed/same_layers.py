@@ -121,7 +121,7 @@ def group_of_step(
 
 def _described(name: str, layer: RecipeState) -> tuple[Any, ...]:
     """Returns what ranks compare of a layer; its first item is the name in the whole model."""
-    history, rule = layer._buffers["amax_history"], layer.delayed
+    history, rule = layer.amax_history, layer.delayed
     kept, sizes = layer.expert_range, None
     if history is not None:
         experts = () if history.dim() == 2 else (kept.experts if kept else history.shape[1],)

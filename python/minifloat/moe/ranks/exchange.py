@@ -220,7 +220,8 @@ class CodeSender:
         active = torch.zeros_like(found)
         active[own] = history[place, :, ACTIVE]
         found, active = hooks.reduce_amaxes(torch.stack([found, active]), group)
-        current = history[place, :, CURRENT]
+        # .data: no cast reads current amaxes, so backward does not take this for a write.
+        current = history.data[place, :, CURRENT]
         torch.maximum(current, found[own], out=current)
         return active, found
 

@@ -215,7 +215,8 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         >>> mf.training_state(resumed)
         {'rng': tensor([7, 1])}
     """
-    wanted = _state_of_rank(require_module("load_training_state", model))
+    name_layers(require_module("load_training_state", model))
+    wanted = _state_of_rank(model)
     if not isinstance(state, Mapping):
         raise TypeError(
             f"load_training_state: expected a dict of names and tensors, got {type(state).__name__}"
