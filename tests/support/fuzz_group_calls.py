@@ -263,17 +263,21 @@ def _experts(rng: Random, arena: Arena) -> Call:
 
 @call("mf.destroy_process_group")
 @call("mf.expert_parallel")
+@call("mf.average_expert_gradients")
+@call("mf.balance_loss")
 def _expert_parallel(rng: Random, arena: Arena) -> Call:
     """Cuts a layer over a world of one rank."""
 
     def run(dispatch: Any, capacity: Any, dispatcher: Any, recipe: Any, x: Any) -> None:
-        layer = mf.MoE(32, 16, 3, 2, recipe=recipe)
+        layer = mf.MoE(32, 16, 3, 2, recipe=recipe, balance="loss", balance_loss=0.01)
         store = dist.HashStore()
         dist.init_process_group("gloo", store=store, rank=0, world_size=1)
         try:
             options = {"dispatch": dispatch, "capacity": capacity, "dispatcher": dispatcher}
             mf.expert_parallel(layer, dist.group.WORLD, **options)
-            layer(x).float().sum().backward()
+            y = layer(x)
+            (y.float().sum() + mf.balance_loss(layer)).backward()
+            mf.average_expert_gradients(layer)
             mf.step(layer)
         finally:
             mf.destroy_process_group()
