@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..._native import ops
 from ...checks import require_module
-from ...distributed.handshake import require_equal
+from ...distributed.handshake import require_same
 from ...nn.grouped_product import local_of
 from ...nn.hooks import is_distributed
 from ..layer import Experts, divided_experts
@@ -107,12 +106,13 @@ def require_same_experts(
         trained = [n for n, p in experts.named_parameters() if p.requires_grad]
         shapes = [f"{n} {tuple(local_of(experts.get_parameter(n)).shape)}" for n in trained]
         parts.append(f"{parallel.name}: experts {first} to {last}, {', '.join(shapes)}")
-    title = "; ".join(parts)
-    device = next(next(iter(layers)).parameters()).device
-    sent = torch.tensor([ops.stream(title)], device=device)
-    received = sent.new_empty(dist.get_world_size(group))
-    dist.all_gather_into_tensor(received, sent, group=group)
-    expected = "average_expert_gradients: mesh: expected ranks that hold the same experts"
-    require_equal(title, received.tolist(), group, expected)
+    require_same(
+        "mf.average_expert_gradients of",
+        "; ".join(parts),
+        group,
+        expected="average_expert_gradients: expected all {} ranks of mesh to call it, for {}",
+        absent="they have not called it",
+        differs="average_expert_gradients: mesh: expected ranks that hold the same experts",
+    )
     for parallel in layers.values():
         parallel.replicas = group
