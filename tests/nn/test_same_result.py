@@ -1,7 +1,9 @@
 """Replicas of modules, and the contexts that their comparison runs outside of."""
 
+import dataclasses
+
 import torch
-from minifloat.nn.convert.replica import replica
+from minifloat.nn.convert.replica import changed_part, replica, state_of
 from minifloat.nn.convert.same_result import isolated
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -44,3 +46,21 @@ def test_replicas_of_fake_modules_have_values():
     assert all(isinstance(t, FakeTensor) for t in tensors)
     assert not any(isinstance(t, FakeTensor) for t in [*made.parameters(), *made.buffers()])
     assert made(torch.ones(2, 4)).shape == (2, 4)
+
+
+def test_a_state_that_is_read_twice_is_the_same():
+    """Pickles of slots are made anew at each reading: no part may be taken for another's."""
+
+    @dataclasses.dataclass(frozen=True, slots=True)
+    class Layout:
+        axes: dict[str, str]
+        spec: object
+
+    module = nn.Module()
+    module.layouts = {name: Layout({"dp": name}, None) for name in "abcdefgh"}
+    made = replica(module)
+    assert changed_part(state_of(made), state_of(made)) is None
+    names = [f"layouts[{name!r}].state[0]['dp']" for name in "abcdefgh"]
+    assert [state_of(made)[name] for name in names] == list("abcdefgh")
+    made.layouts["c"].axes["dp"] = "z"
+    assert changed_part(state_of(module), state_of(made)) == names[2]

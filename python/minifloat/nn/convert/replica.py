@@ -169,6 +169,7 @@ def state_of(module: nn.Module) -> dict[str, object]:
     """Returns everything that code could change in a replica, by name: values and tensors."""
     found: dict[str, object] = {}
     seen: dict[int, str] = {}
+    kept: list[object] = []  # what `seen` has ids of: parts of pickles are made for this call
 
     def visit(value: Any, name: str) -> None:
         if isinstance(value, SHARED) or value is None:
@@ -178,6 +179,7 @@ def state_of(module: nn.Module) -> dict[str, object]:
             found[name] = f"the same as {seen[id(value)]}"
             return
         seen[id(value)] = name
+        kept.append(value)
         found[name] = type(value)
         if isinstance(value, Tensor):
             found[name] = value.detach().clone()
