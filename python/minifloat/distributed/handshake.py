@@ -2,7 +2,7 @@
 
     title -> 26 bits, added to one counter of the group's store; the last rank to come compares
     all have one title           each rank goes on: a few messages to the store, no collective
-    titles differ                all ranks are there, so they exchange their texts by a collective
+    titles differ                all ranks are there, so they exchange their texts by the store
     a rank is missing            the others raise an error with its number, before their exchange
 
 No collective of values would do: where ranks differ, it would pair values of different layers, or
@@ -33,8 +33,9 @@ LONGEST = timedelta(minutes=5)
 TITLE_BITS, COUNT_BIT = 26, 44  # sums of titles of 2^18 ranks end below the count of ranks
 SAME, DIFFERENT = "same", "different"  # what the store says at the end
 
-# The number of handshakes that each group has had.
+# The number of handshakes that each group has had, and the keys that the last one has left.
 rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+leftovers: weakref.WeakKeyDictionary[dist.ProcessGroup, list[str]] = weakref.WeakKeyDictionary()
 
 
 def number_of(kind: str, text: str) -> int:
@@ -81,9 +82,8 @@ def meet(
     if arrived >> COUNT_BIT == world:
         end = SAME if arrived & ((1 << COUNT_BIT) - 1) == world * number else DIFFERENT
         store.set(f"{key}/end", end)
-        if done:
-            store.delete_key(f"minifloat/{done - 1}")
-            store.delete_key(f"minifloat/{done - 1}/end")
+        for left in leftovers.get(group, ()):
+            store.delete_key(left)
     else:
         seconds = min(_timeout_of(group) / 2, LONGEST)
         try:
@@ -99,10 +99,12 @@ def meet(
             ) from error
         end = store.get(f"{key}/end").decode()
     rounds[group] = done + 1
+    leftovers[group] = [key, f"{key}/end"]
+    if end == DIFFERENT:
+        leftovers[group] += [f"{key}/read", f"{key}/all", *(f"{key}/{i}" for i in range(world))]
     if end == SAME:
         return None
-    found: list[tuple[str, str]] = [("", "")] * world
-    dist.all_gather_object(found, (kind, text), group=group)
+    found = _texts_of_ranks(store, key, dist.get_rank(group), world, f"{kind}\n{text}")
     if len({of_rank for of_rank, _ in found}) > 1:
         listed = "; ".join(f"rank {i}: {what} {title}" for i, (what, title) in enumerate(found))
         raise ValueError(f"expected all ranks to begin the same exchange, but {listed}")
@@ -183,6 +185,21 @@ def agree(title: str, dtype: torch.dtype | None, group: dist.ProcessGroup) -> to
 def _store_of(group: dist.ProcessGroup) -> dist.Store:
     store: dist.Store = dist.distributed_c10d._get_process_group_store(group)
     return store
+
+
+def _texts_of_ranks(
+    store: dist.Store, key: str, rank: int, world: int, text: str
+) -> list[tuple[str, str]]:
+    """Returns (kind, text) of each rank, once all have read them: a rank that raises may end.
+
+    A collective would not do: over NCCL a rank that ends fails one that another still waits for.
+    """
+    store.set(f"{key}/{rank}", text)
+    texts = [store.get(f"{key}/{i}").decode() for i in range(world)]
+    if store.add(f"{key}/read", 1) == world:
+        store.set(f"{key}/all", "")
+    store.wait([f"{key}/all"])
+    return [(kind, rest) for kind, _, rest in (each.partition("\n") for each in texts)]
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
