@@ -22,7 +22,8 @@ from .router import Router
 def balance_loss(model: nn.Module) -> Tensor:
     """Takes the auxiliary losses of the training forwards since the last call, and adds them up.
 
-    Add the result to the task's loss before backward, once for each forward of the model. Call it
+    Add the result to the task's loss before backward, once for each forward of the model. After a
+    forward whose loss is given up, call it once and ignore the result. Call it
     within a function that a checkpoint with use_reentrant=True runs, or that is a stage of a
     pipeline, and return the result beside the output.
 

@@ -65,7 +65,8 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         TypeError: `model` is no module, or `group` is no process group that has this rank.
         ValueError: two parts of the model draw the same random bits (mf.quantize_'s seed), or
             nobody read mf.balance_loss after a forward of layers with balance="loss"; a rank is
-            missing, or the layers of ranks differ, on every rank. Nothing has changed then.
+            missing, or the layers of ranks differ, on every rank. Nothing has changed then, but
+            balance losses that nobody read are dropped.
 
     Source: delayed scaling of Transformer Engine (DelayedScaling, amax_history_len,
     amax_compute_algo, margin).
