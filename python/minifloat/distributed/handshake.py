@@ -100,10 +100,9 @@ def meet(
         end = store.get(f"{key}/end").decode()
     rounds[group] = done + 1
     leftovers[group] = [key, f"{key}/end"]
-    if end == DIFFERENT:
-        leftovers[group] += [f"{key}/read", f"{key}/all", *(f"{key}/{i}" for i in range(world))]
     if end == SAME:
         return None
+    leftovers[group] += [f"{key}/read", f"{key}/all", *(f"{key}/{i}" for i in range(world))]
     found = _texts_of_ranks(store, key, dist.get_rank(group), world, f"{kind}\n{text}")
     if len({of_rank for of_rank, _ in found}) > 1:
         listed = "; ".join(f"rank {i}: {what} {title}" for i, (what, title) in enumerate(found))

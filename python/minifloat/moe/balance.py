@@ -23,9 +23,9 @@ def balance_loss(model: nn.Module) -> Tensor:
     """Takes the auxiliary losses of the training forwards since the last call, and adds them up.
 
     Add the result to the task's loss before backward, once for each forward of the model. After a
-    forward whose loss is given up, call it once and ignore the result. Call it
-    within a function that a checkpoint with use_reentrant=True runs, or that is a stage of a
-    pipeline, and return the result beside the output.
+    forward whose loss is given up, call it once and ignore the result. Call it within a function
+    that a checkpoint with use_reentrant=True runs, or that is a stage of a pipeline, and return the
+    result beside the output.
 
     Args:
         model: an mf.MoE, or a module that may have some.
