@@ -7,8 +7,8 @@ a feed-forward where the graph is
     down(act(gate(x)) * up(x))    or    down(act(up(x)))
 
 and nothing else: so no list of classes is needed. What the trace has read is kept, and compared in
-each forward (nn/fuse/reads.py): where a setting, a submodule or code has changed since, the module
-runs its own forward.
+each forward (nn/convert/reads.py): where a setting, a submodule or code has changed since, the
+module runs its own forward.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from ..._native import ops
 from ...checks import require_bool, require_int, require_one_of
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..accumulation import weight_sums
+from ..convert.reads import HOOKS, NOTHING, Reads, has_hooks, hook_of, is_unchanged
 from ..linear import Linear, parameter_of, rebased, weight_operands
-from .reads import HOOKS, NOTHING, Reads, has_hooks, hook_of, is_unchanged
 from .trace import trace
 
 if TYPE_CHECKING:

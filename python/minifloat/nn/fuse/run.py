@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .reads import MISSING, Reads, hook_of
+from ..convert.reads import MISSING, Reads, hook_of
 from .symbols import (
     FUNCTIONS,
     Named,

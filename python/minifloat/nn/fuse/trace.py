@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from .reads import NOTHING, Reads
+from ..convert.reads import NOTHING, Reads
 from .run import Run, merge
 from .symbols import RESULT, Refused, Symbol, fields_of, kind_of, refuse, text_of
 

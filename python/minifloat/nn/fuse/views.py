@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from .reads import MISSING
+from ..convert.reads import MISSING
 from .symbols import Named, refuse, refuse_operators, text_of
 
 CONSTANTS = (int, float, complex, bool, str, bytes, type(None), type(...), slice, torch.dtype)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ..convert.fast_paths import prevent_fast_path
 from ..state.random_state import AdvanceRng
+from .fast_paths import prevent_fast_path
 
 MISSING = object()  # the value of a name that nothing has
 CONSTANTS = (bool, int, float, str)  # classes of settings that are compared by ==
