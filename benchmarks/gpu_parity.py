@@ -10,8 +10,9 @@ runs of one seed differ by the recipe alone. Every window of text is read at mos
     val      mean loss of the whole validation text under the run's recipe
     average  the same of the mean of the weights at every AVERAGE_EVERY-th step of the last tenth
 
-Entries are those of `minifloat train`, `RECIPE then=OTHER` among them. Those that follow each other
-with the same RECIPE share its first steps, which are trained once.
+Entries are those of `minifloat train`, `RECIPE then=OTHER` among them: OTHER is the recipe of the
+last 15% of the steps, or of the last 5% by `RECIPE then=OTHER last=5%`. Entries that follow each
+other with the same RECIPE, the longest last part first, share the first steps: they run once.
 
 An entry `RECIPE wire=SPEC` passes gradients through the wire format of mf.quantize_gradients_, as
 four ranks would send them: each has a quarter of the batch. Compare it with `RECIPE wire=bf16`.
@@ -28,6 +29,7 @@ import argparse
 import copy
 import gc
 import math
+import re
 import statistics
 import sys
 import time
@@ -44,12 +46,12 @@ from _peers import convert_by_torchao
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import step as finish_step
 from minifloat.train.config import (
+    LAST_SHARE,
     THEN,
     ModelConfig,
     RunSpec,
     parse_entry,
     parse_model,
-    steps_before_last,
 )
 from minifloat.train.job.processes import clip_gradients
 from minifloat.train.job.run import BETAS, compile_layers
@@ -61,6 +63,7 @@ FINAL_LR = 0.05  # of the peak, at the last step
 AVERAGE_EVERY = 10  # steps, in the last tenth
 DIGITS = 5  # of a loss, after the point
 TORCHAO_PREFIX = "torchao_"  # begins the name of a run of torchao's: torchao_rowwise
+LAST = re.compile(r"(.*\S) last=(\d+)%")
 
 
 @dataclass(frozen=True)
@@ -180,24 +183,29 @@ class Plan:
     """A run, whose name is that of its first steps, and the spec of its gradients."""
 
     spec: RunSpec
+    name: str
     wire: str = ""  # "": gradients are not sent
+    percent: int = round(100 * LAST_SHARE)  # of the steps: those under the recipe after then=
 
     @classmethod
     def parse(cls, entry: str, seed: int) -> Plan:
-        """Parses an entry as `minifloat train` does, or `RECIPE wire=SPEC then=OTHER`.
+        """Parses an entry as `minifloat train` does, or `RECIPE wire=SPEC then=OTHER last=5%`.
 
         RECIPE may be a torchao run's name.
         """
         text, then, other = entry.partition(THEN)
         text, _, wire = text.partition(WIRE)
         text = f"{text}={BF16}" if text.startswith(TORCHAO_PREFIX) else text
+        other, percent = match.groups() if (match := LAST.fullmatch(other)) else (other, 0)
         spec = parse_entry(f"{text}{then}{other}", seed)
-        return cls(replace(spec, name=spec.name.partition(THEN)[0]), wire)
+        first, then, other = spec.name.partition(THEN)
+        name = f"{first}{WIRE}{wire}" if wire else first
+        name += f"{then}{other} last={percent}%" if then and percent else f"{then}{other}"
+        return cls(replace(spec, name=first), name, wire, int(percent) or cls.percent)
 
-    @property
-    def name(self) -> str:
-        wire = f"{WIRE}{self.wire}" if self.wire else ""
-        return self.spec.name + wire + (f"{THEN}{self.spec.then}" if self.spec.then else "")
+    def first_steps(self, steps: int) -> int:
+        """Returns after how many steps the last part begins."""
+        return min(round((100 - self.percent) * steps / 100), steps - 1)
 
     @property
     def recipe(self) -> str:
@@ -381,13 +389,14 @@ def train_runs(plans: list[Plan], trial: Trial, data: Path, out: Path, limit: fl
             run = Run(spec, trial, text, plan.wire)
         else:
             first, last = spec.parts
-            if shared is None or trunk != replace(plan, spec=first):
-                trunk = replace(plan, spec=first)
-                shared = Run(first, trial, text, plan.wire)
-                shared.train_to(steps_before_last(trial.steps))
+            begin_of_last = plan.first_steps(trial.steps)
+            key = (first.recipe, first.keep, first.seed, plan.recipe, plan.wire)
+            if shared is None or trunk != key or len(shared.losses) > begin_of_last:
+                trunk, shared = key, Run(first, trial, text, plan.wire)
+            shared.train_to(begin_of_last)
             run = Run(replace(last, name=spec.then), trial, text, plan.wire)
             run.take_over(shared)
-            said["then"] = spec.then
+            said |= {"then": spec.then, "percent": plan.percent}
         found = run.record()
         seconds = round(time.perf_counter() - start)
         write_record(out / plan.file_name, {**said, "seconds": seconds, **found})
@@ -403,7 +412,9 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="FOLDER/text of parity_data.py")
     parser.add_argument("--out", type=Path, default=timing.ROOT / "build" / "parity" / "runs")
     parser.add_argument(
-        "--recipes", default=BF16, help="PRESET[ keep=POLICY][ wire=SPEC][ then=RECIPE], torchao_…"
+        "--recipes",
+        default=BF16,
+        help="PRESET[ keep=POLICY][ wire=SPEC][ then=RECIPE[ last=5%]], torchao_…",
     )
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME=TEXT")
     parser.add_argument("--seeds", default="1,2,3", help="of weights and order")
