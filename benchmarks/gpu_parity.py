@@ -367,9 +367,10 @@ def train_runs(plans: list[Plan], trial: Trial, data: Path, out: Path, limit: fl
         flush=True,
     )
     text = Text(Windows(tokens.train, trial), Windows(tokens.validation, trial))
-    seconds, shared, trunk = 0, None, None  # the run of first steps, and its plan
+    seconds, shared, trunk = 0.0, None, None  # the run of first steps, and what it depends on
     for plan in missing:
         start, spec = time.perf_counter(), plan.spec
+        ready = start  # when its first steps have run
         if start - begin + seconds > limit:
             print(f"{plan.name}, seed {spec.seed}: left to another command")
             return
@@ -394,12 +395,14 @@ def train_runs(plans: list[Plan], trial: Trial, data: Path, out: Path, limit: fl
             if shared is None or trunk != key or len(shared.losses) > begin_of_last:
                 trunk, shared = key, Run(first, trial, text, plan.wire)
             shared.train_to(begin_of_last)
+            ready = time.perf_counter()
             run = Run(replace(last, name=spec.then), trial, text, plan.wire)
             run.take_over(shared)
             said |= {"then": spec.then, "percent": plan.percent}
         found = run.record()
-        seconds = round(time.perf_counter() - start)
-        write_record(out / plan.file_name, {**said, "seconds": seconds, **found})
+        end = time.perf_counter()
+        seconds = end - ready
+        write_record(out / plan.file_name, {**said, "seconds": round(end - start), **found})
         del run
         gc.collect()  # the compiled code of a run holds its model in a cycle
 
