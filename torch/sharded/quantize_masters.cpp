@@ -31,17 +31,10 @@ void quantize_masters(std::vector<PartialCast>& casts, const std::vector<std::st
     return;
   }
   const bool chooses = ranks && any_reads_values(casts);
-  SplitBlocks* split_blocks = ranks ? &agreement.require(ranks, casts, names, like) : nullptr;
-  const Tensor packed = measure_amaxes(casts, like, chooses ? 1 : 0);
-  bool is_changed = chooses && !split_blocks->has_shards_of(casts);
-  if (is_changed) packed[-1].fill_(1);
+  const SplitBlocks* split_blocks = ranks ? &agreement.require(ranks, casts, names, like) : nullptr;
+  const Tensor packed = measure_amaxes(casts, like);
   if (ranks) all_reduce(ranks, packed, c10d::ReduceOp::MAX, "amaxes");
-  if (chooses) {
-    // Every rank reads the same number, so that all exchange their shards, or none.
-    if (ranks->getSize() > 1) is_changed = packed[-1].item<std::int32_t>() != 0;
-    if (is_changed) *split_blocks = SplitBlocks(ranks, casts, like);
-    choose_scales_of_ranks(ranks, casts, *split_blocks, packed);
-  }
+  if (chooses) choose_scales_of_ranks(ranks, casts, *split_blocks, packed);
   bridge::with_value_errors(
       [&] { partial_cast(casts, bridge::backend_of(packed), bridge::ExecutionOn(packed)); });
 }

@@ -80,19 +80,72 @@ void require_same_fields(const Ranks& ranks, const std::vector<PartialCast>& cas
   }
 }
 
-void require_whole(const Ranks& ranks, const std::vector<PartialCast>& casts,
-                   const std::vector<std::string>& names, const Tensor& like) {
-  std::vector<std::int64_t> held;
-  for (const PartialCast& cast : casts) held.push_back(cast.shard.size());
-  const Tensor sum = at::tensor(held, at::kLong).to(like.device());
-  all_reduce(ranks, sum, c10d::ReduceOp::SUM, "the sizes of shards");
-  const Tensor host = sum.cpu();
+// Returns the shards of each rank, of each cast.
+std::vector<Spans> shards_of_ranks(const Ranks& ranks, const std::vector<PartialCast>& casts,
+                                   const Tensor& like) {
+  const auto world = static_cast<std::size_t>(ranks->getSize());
+  const std::size_t here = static_cast<std::size_t>(ranks->getRank()) * casts.size();
+  std::vector<std::int64_t> ends(2 * world * casts.size());
   for (std::size_t i = 0; i < casts.size(); ++i) {
-    const std::int64_t elements = casts[i].rows * casts[i].cols;
-    TORCH_CHECK_VALUE(host.const_data_ptr<std::int64_t>()[i] >= elements,
-                      "quantize_master_weights: expected the shards of weight ", names[i],
-                      " to hold its ", elements, " elements, got ",
-                      host.const_data_ptr<std::int64_t>()[i], " over all ranks");
+    ends[2 * (here + i)] = casts[i].shard.begin;
+    ends[2 * (here + i) + 1] = casts[i].shard.end;
+  }
+  const Tensor sent = at::tensor(ends, at::kLong).to(like.device());
+  all_reduce(ranks, sent, c10d::ReduceOp::MAX, "the shards of ranks");
+  const Tensor host = sent.cpu();
+  const std::int64_t* values = host.const_data_ptr<std::int64_t>();
+  std::vector<Spans> shards(world, Spans(casts.size()));
+  for (Spans& of_rank : shards)
+    for (Span& span : of_rank) {
+      span = {values[0], values[1]};
+      values += 2;
+    }
+  return shards;
+}
+
+struct RankShard {
+  Span span;
+  std::size_t rank;
+};
+
+std::string text_of(const RankShard& shard) {
+  return "[" + std::to_string(shard.span.begin) + ", " + std::to_string(shard.span.end) +
+         ") on rank " + std::to_string(shard.rank);
+}
+
+// Checks that the shards of one weight are equal or disjoint, and together the whole weight.
+void require_whole(const PartialCast& cast, const std::string& name,
+                   std::vector<RankShard> shards) {
+  std::erase_if(shards, [](const RankShard& shard) { return shard.span.empty(); });
+  std::stable_sort(shards.begin(), shards.end(), [](const RankShard& a, const RankShard& b) {
+    return std::pair(a.span.begin, a.span.end) < std::pair(b.span.begin, b.span.end);
+  });
+  const std::int64_t elements = cast.rows * cast.cols;
+  shards.push_back({{elements, elements}, 0});  // behind the last one
+  RankShard before = {{0, 0}, 0};
+  for (const RankShard& shard : shards) {
+    const bool is_replica =
+        shard.span.begin == before.span.begin && shard.span.end == before.span.end;
+    if (is_replica) continue;
+    TORCH_CHECK_VALUE(shard.span.begin >= before.span.end,
+                      "quantize_master_weights: expected shards of weight ", name,
+                      " that are equal or disjoint, got elements ", text_of(before), " and ",
+                      text_of(shard));
+    TORCH_CHECK_VALUE(shard.span.begin == before.span.end,
+                      "quantize_master_weights: expected the shards of weight ", name,
+                      " to hold its ", elements, " elements, got elements [", before.span.end, ", ",
+                      shard.span.begin, ") on no rank");
+    before = shard;
+  }
+}
+
+void require_whole(const std::vector<PartialCast>& casts, const std::vector<std::string>& names,
+                   const std::vector<Spans>& shards) {
+  for (std::size_t i = 0; i < casts.size(); ++i) {
+    std::vector<RankShard> of_weight;
+    for (std::size_t rank = 0; rank < shards.size(); ++rank)
+      of_weight.push_back({shards[rank][i], rank});
+    require_whole(casts[i], names[i], std::move(of_weight));
   }
 }
 
@@ -114,16 +167,17 @@ Agreement::Lists& Agreement::lists_of(const Ranks& ranks) {
   return agreed_.back().second;
 }
 
-SplitBlocks& Agreement::require(const Ranks& ranks, const std::vector<PartialCast>& casts,
-                                const std::vector<std::string>& names, const Tensor& like) {
+const SplitBlocks& Agreement::require(const Ranks& ranks, const std::vector<PartialCast>& casts,
+                                      const std::vector<std::string>& names, const Tensor& like) {
   const std::vector<std::int64_t> fields = fields_of(casts, names);
   const std::uint64_t list =
       fnv1a64(reinterpret_cast<const char*>(fields.data()), fields.size() * sizeof(std::int64_t));
   Lists& lists = lists_of(ranks);
   if (const auto found = lists.find(list); found != lists.end()) return found->second;
   require_same_fields(ranks, casts, names, fields, like);
-  require_whole(ranks, casts, names, like);
-  return lists.emplace(list, SplitBlocks(ranks, casts, like)).first->second;
+  const std::vector<Spans> shards = shards_of_ranks(ranks, casts, like);
+  require_whole(casts, names, shards);
+  return lists.emplace(list, SplitBlocks(casts, shards)).first->second;
 }
 
 }  // namespace minifloat::torch_ops

@@ -20,11 +20,12 @@ namespace minifloat::torch_ops {
 class Agreement : public torch::CustomClassHolder {
  public:
   // Raises ValueError on every rank, with the weight's name, where ranks differ in a weight's name,
-  // shape, specs or dtype, or where the shards of all ranks are not the whole weight. Communicates
-  // once for each list of weights: at the first step. Returns the split blocks of that step, which
-  // the caller replaces where the shards of any rank change.
-  SplitBlocks& require(const Ranks& ranks, const std::vector<PartialCast>& casts,
-                       const std::vector<std::string>& names, const at::Tensor& like);
+  // shape, specs or dtype, where the shards of all ranks are not the whole weight, or where the
+  // shards of two ranks share some of their elements: they are equal, or disjoint. Communicates
+  // once for each list of weights: at the first step. Where a rank's shards change, every rank
+  // begins a new Agreement. Returns the split blocks.
+  const SplitBlocks& require(const Ranks& ranks, const std::vector<PartialCast>& casts,
+                             const std::vector<std::string>& names, const at::Tensor& like);
 
  private:
   using Lists = std::unordered_map<std::uint64_t, SplitBlocks>;  // by a hash of each list

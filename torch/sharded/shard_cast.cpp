@@ -151,9 +151,8 @@ bool any_reads_values(const std::vector<PartialCast>& casts) {
                      [](const PartialCast& cast) { return cast.spec.reads_values(); });
 }
 
-Tensor measure_amaxes(std::vector<PartialCast>& casts, const Tensor& like, std::int64_t zeros) {
-  const Tensor packed =
-      at::zeros({place_amaxes(casts, nullptr) + zeros}, like.options().dtype(at::kInt));
+Tensor measure_amaxes(std::vector<PartialCast>& casts, const Tensor& like) {
+  const Tensor packed = at::zeros({place_amaxes(casts, nullptr)}, like.options().dtype(at::kInt));
   place_amaxes(casts, reinterpret_cast<std::uint32_t*>(packed.mutable_data_ptr<std::int32_t>()));
   bridge::with_value_errors(
       [&] { partial_amax(casts, bridge::backend_of(like), bridge::ExecutionOn(like)); });

@@ -75,10 +75,8 @@ std::int64_t place_amaxes(std::vector<PartialCast>& casts, std::uint32_t* packed
 // Returns whether a cast's rule reads values, so that choose_scales runs before the cast.
 bool any_reads_values(const std::vector<PartialCast>& casts);
 
-// Returns the amaxes of the shards, int32, as place_amaxes packs them. zeros: the count of further
-// numbers behind the amaxes
-at::Tensor measure_amaxes(std::vector<PartialCast>& casts, const at::Tensor& like,
-                          std::int64_t zeros = 0);
+// Returns the amaxes of the shards, int32, as place_amaxes packs them.
+at::Tensor measure_amaxes(std::vector<PartialCast>& casts, const at::Tensor& like);
 
 // sizes: rows, cols, bits
 Transpose transpose_of(const at::Tensor& from, const at::Tensor& to, const std::int64_t* sizes,

@@ -1,7 +1,8 @@
 // The blocks that cuts split, of weights whose scale rule reads the values of whole blocks: which
 // ones they are, and the exchange of their values between ranks.
 //
-//     shards of all ranks      exchanged once for each list of weights, and again where they change
+//     shards of all ranks      rank_agreement.h exchanges them once for each list of weights, and
+//                              again where a rank's shards change
 //     range around each cut    a slot of fp32 masters: each rank copies its elements
 //                              | one all-reduce of all slots
 //     PartialCast::following   a shard's place in a slot
@@ -16,14 +17,13 @@
 
 namespace minifloat::torch_ops {
 
+using Spans = std::vector<Span>;
+
 class SplitBlocks {
  public:
-  // Finds the split blocks of a list of casts, which has the same weights on all ranks. Exchanges
-  // the ranks' shards in one all-reduce; none where no rule reads values.
-  SplitBlocks(const Ranks& ranks, const std::vector<PartialCast>& casts, const at::Tensor& like);
-
-  // Returns whether the casts have the shards with which this rank took part in the exchange.
-  bool has_shards_of(const std::vector<PartialCast>& casts) const;
+  // Finds the split blocks of a list of casts, which has the same weights on all ranks.
+  // shards: of each rank, of each cast
+  SplitBlocks(const std::vector<PartialCast>& casts, const std::vector<Spans>& shards);
 
   // Exchanges the masters of split blocks in one all-reduce, none where no block is split, and
   // points every cast at those that follow its shard. Returns their memory.
@@ -39,7 +39,6 @@ class SplitBlocks {
   };
   void add_slots(std::size_t cast, const WeightBlocks& blocks, std::vector<std::int64_t> cuts);
 
-  std::vector<Span> shards_;  // of this rank
   std::vector<Slot> slots_;
   std::int64_t size_ = 0;  // of all slots, in elements
 };

@@ -224,7 +224,12 @@ def check_faults(rank):
     )
     refused("weight . .*name differs", [good], [whole], ["x" if rank else "y"])
     refused("1 directions|2 directions", [good] * (1 + rank % 2), [whole] * (1 + rank % 2))
-    refused("weight w to hold its 1536 elements, got 20", [good], [torch.ones(10)], ["w"])
+    refused(
+        r"weight w to hold its 1536 elements, got elements \[10, 1536\) on no rank",
+        [good],
+        [torch.ones(10)],
+        ["w"],
+    )
     one = slice(rank, 1)  # rank 1 has no weight
     refused(f"got {1 - rank} directions here and 0 to 1", [good][one], [whole][one])
     mf.quantize_master_weights([], [], [], dist.group.WORLD)
@@ -290,3 +295,56 @@ def check_changes_on_one(rank):
 
 def test_a_list_that_changes_on_one_rank():
     run_world(2, check_changes_on_one)
+
+
+# Each rank's shard -> what the error says. The sizes add up to the weight, or to more.
+WRONG_SHARDS = {
+    "overlap": (
+        [(0, 800), (700, 1536)],
+        r"elements \[0, 800\) on rank 0 and \[700, 1536\) on rank 1",
+    ),
+    "within": (
+        [(0, 1536), (700, 800)],
+        r"elements \[0, 1536\) on rank 0 and \[700, 800\) on rank 1",
+    ),
+    "one begin": ([(0, 1536), (0, 9)], r"elements \[0, 9\) on rank 1 and \[0, 1536\) on rank 0"),
+    "twice": ([(0, 768), (0, 768)], r"its 1536 elements, got elements \[768, 1536\) on no rank"),
+    "gap": ([(0, 700), (701, 1536)], r"its 1536 elements, got elements \[700, 701\) on no rank"),
+    "no begin": ([(1, 768), (768, 1536)], r"its 1536 elements, got elements \[0, 1\) on no rank"),
+}
+RIGHT_SHARDS = {
+    "halves": [(0, 768), (768, 1536)],
+    "replicas": [(0, 1536), (0, 1536)],
+    "one alone": [(0, 0), (0, 1536)],
+    "reversed": [(5, 1536), (0, 5)],
+}
+
+
+def check_intervals(rank, specs):
+    """Shards are equal or disjoint, and the whole, at first and where they change."""
+    master = master_of((32, 48), 5)
+    want = whole_cast(master, specs)
+
+    def cast(weight, shards):
+        begin, end = shards[rank]
+        held = [master.flatten()[begin:end]]
+        mf.quantize_master_weights([weight], held, [begin], dist.group.WORLD, names=["w"])
+
+    for name, (wrong, message) in WRONG_SHARDS.items():
+        for is_first in (True, False):
+            weight = empty_weight((32, 48), specs)
+            if not is_first:
+                cast(weight, RIGHT_SHARDS["halves"])
+            before = copy.deepcopy(weight)
+            for _ in range(2):
+                with pytest.raises(ValueError, match=message):
+                    cast(weight, wrong)
+                assert_same_weight(weight, before)
+            for right in RIGHT_SHARDS.values():
+                cast(weight, right)
+                assert torch.equal(weight.rowwise.scale, want.rowwise.scale), name
+
+
+@pytest.mark.parametrize("specs", [("mxfp8", None), ("nvfp4/16x16+4over6", None)])
+def test_shards_of_ranks_are_equal_or_disjoint(specs):
+    run_world(2, check_intervals, specs)

@@ -26,6 +26,7 @@ from .flat_codes import Uncopied, WeightPlan, plan_of
 
 Run = Callable[..., None]
 Fragments = Tensor | tuple[Tensor, ...] | None
+Shards = list[tuple[int, int]]  # of each weight: its first flat element, and how many
 Value = TypeVar("Value")
 ALL_CAST = "quantize_master_weights: expected all {} ranks to call it for {}"
 
@@ -56,8 +57,8 @@ def _cached(
 class Agreement:
     """The lists of weights that ranks have agreed on, and the native object that compares lists.
 
-    That object compares a list once, by collectives of the list's size. So all ranks have to
-    compare, or none: they meet before each call.
+    That object compares a list and its shards once, by collectives of the list's size. So all ranks
+    have to compare, or none: they meet before each call.
     """
 
     def __init__(self) -> None:
@@ -66,14 +67,16 @@ class Agreement:
 
     def _renew(self) -> None:
         self.native: object = torch.classes.minifloat.Agreement()
-        self.titles: set[tuple[str, str]] = set()  # names of groups, and lists, that were compared
+        # (name of a group, title of a list) -> this rank's shards, which were compared
+        self.shards: dict[tuple[str, str], Shards] = {}
         self.renewals += 1
 
-    def meet(self, title: str, name: str) -> None:
-        """Waits for all ranks; forgets what was agreed where one has another list, or a new one.
+    def meet(self, title: str, shards: Shards, name: str) -> None:
+        """Waits for all ranks; forgets what was agreed where one has another list, or new shards.
 
         Args:
             title: of the list.
+            shards: this rank's.
             name: of the group; "": this process alone.
 
         Raises:
@@ -81,7 +84,9 @@ class Agreement:
         """
         if not name:
             return
-        known = "compared before" if (name, title) in self.titles else "new"
+        compared = self.shards.get((name, title))
+        are_new = compared is not None and compared != shards
+        known = "new" if compared is None else "new shards" if are_new else "compared before"
         texts = meet(
             "mf.quantize_master_weights of",
             f"{title}; {known}",
@@ -89,7 +94,7 @@ class Agreement:
             expected=ALL_CAST,
             absent="they have not called it",
         )
-        if texts is not None:
+        if texts is not None or are_new:
             self._renew()
 
 
@@ -141,7 +146,8 @@ def quantize_master_weights(
         model_weights: QuantizedTensors (rows, cols), or (experts, rows, cols) whose matrices have
             an amax each, in one order on every rank.
         master_weights: (elements) float32 or bfloat16, flat shards; None or empty: no shard here.
-        start_offsets: each shard's first flat element in its weight; any cut is allowed.
+        start_offsets: each shard's first flat element in its weight. Any cut is allowed; shards of
+            two ranks are equal, or have no element in common.
         group: the ranks that hold the shards: a process group, its name, or None for the default
             group. One all-reduce exchanges the amaxes of all weights. Where specs are +4over6, one
             more exchanges the choices of scales, and one the masters of blocks that cuts split.
@@ -195,15 +201,17 @@ def quantize_master_weights(
     # Ranks compare their lists once, also where a rank makes new plans of the same weights later.
     agreement = _cached("agreement", model_weights, (), Agreement)
     title = _cached("title", model_weights, (plans, labels), lambda: _title(model_weights, labels))
-    agreement.meet(title, name)
+    starts = [start or 0 for start in start_offsets]
+    shards = [(start, master.numel()) for start, master in zip(starts, masters)]
+    agreement.meet(title, shards, name)
     run = _cached(
         "master_casts",
         model_weights,
         (plans, labels, agreement.renewals),
         lambda: _native_casts(plans, labels, agreement.native),
     )
-    run(masters, [start or 0 for start in start_offsets], codes, name)
-    agreement.titles.add((name, title))
+    run(masters, starts, codes, name)
+    agreement.shards[name, title] = shards
 
 
 def _title(weights: Sequence[QuantizedTensor], labels: list[str]) -> str:
