@@ -74,10 +74,10 @@ DIFFERENT = {
 }
 
 
-def error_of(function):
+def error_of(function, match="expected all"):
     """Returns the ValueError that a call raises, and after how many seconds."""
     begin = time.monotonic()
-    with pytest.raises(ValueError, match="expected all") as error:
+    with pytest.raises(ValueError, match=match) as error:
         function()
     return str(error.value), time.monotonic() - begin
 
@@ -109,6 +109,54 @@ def check_differences(rank):
 
 def test_ranks_whose_layers_differ_raise_one_error():
     run_world(2, check_differences)
+
+
+# ---- a rank whose own checks fail ----------------------------------------------------------------
+
+
+def balanced():
+    """Returns a layer whose balance loss nobody has read."""
+    moe = mf.MoE(D, D, 4, 2, balance="loss")
+    moe(torch.ones(3, D)).sum().backward()
+    return moe
+
+
+def alike(seeds, recipe):
+    """Returns two parts that were converted one by one, each with its own seed."""
+    return nn.Sequential(*(linears("ab", recipe, seed=seed) for seed in seeds))
+
+
+def check_own_faults(rank):
+    """Every rank raises the one error, in the first step and in a later one; nothing changes."""
+    for faulty in ([1], [0], [0, 1]):
+        moe = balanced()
+        mf.balance_loss(moe)
+        for _ in range(2):
+            mf.step(moe)
+            moe(torch.ones(3, D)).sum().backward()
+            if rank not in faulty:
+                mf.balance_loss(moe)
+            loss, counts = moe.router.loss, moe.router.counts.clone()
+            for _ in range(2):  # the second call finds it again
+                text, seconds = error_of(lambda moe=moe: mf.step(moe), "nobody read in the mf.MoE")
+                assert ("ranks" in text) == (len(faulty) == 1), text
+                assert f"(ranks {faulty})" in text or len(faulty) == 2, text
+                assert seconds < TIMEOUT
+                assert moe.router.loss is loss
+                assert torch.equal(moe.router.counts, counts)
+            mf.balance_loss(moe)
+        mf.step(moe)
+    moe = balanced()  # in its first step
+    if not rank:
+        mf.balance_loss(moe)
+    text, _ = error_of(lambda: mf.step(moe), r"nobody read in the mf.MoE.*ranks \[1\]")
+    for recipe in ("nvfp4", "a: nvfp4; b: fp8_delayed"):
+        model = alike((7, 7 + rank), recipe)
+        error_of(lambda model=model: mf.step(model), r"random bits of their own.*ranks \[0\]")
+
+
+def test_an_error_of_one_rank_is_raised_on_all():
+    run_world(2, check_own_faults)
 
 
 # ---- a rank that does not call -------------------------------------------------------------------

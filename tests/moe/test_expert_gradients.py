@@ -92,6 +92,21 @@ def check_refusals(rank: int) -> None:
     both = [torch.empty_like(same.experts.w2) for _ in range(2)]
     dist.all_gather(both, same.experts.w2.grad)
     assert torch.equal(*both)
+    # Experts that change on one rank after a call that agreed, and a rank without any.
+    changed = torch.nn.Linear(2, 2) if rank else same
+    with pytest.raises(
+        ValueError, match=r"expected ranks that hold the same experts.*rank 1 has no"
+    ):
+        mf.average_expert_gradients(changed, dist.group.WORLD)
+    mesh = init_device_mesh("cpu", (2,))
+    if rank:  # FSDP2 averages here alone
+        fully_shard(same.experts, mesh=mesh)
+    gradient = same.experts.w2.grad
+    with pytest.raises(
+        ValueError, match=r"moe: expected None for experts that FSDP2 .*ranks \[1\]"
+    ):
+        mf.average_expert_gradients(same, dist.group.WORLD)
+    assert same.experts.w2.grad is gradient
     whole = built("bf16")
     whole(draw(1, TOKENS)).float().sum().backward()
     expected = whole.experts.w2.grad.clone()

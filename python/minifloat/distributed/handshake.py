@@ -1,15 +1,22 @@
 """The handshake of ranks before an exchange: all of them come to it, and all with one text.
 
-    title -> 26 bits, added to one counter of the group's store; the last rank to come compares
-    all have one title           each rank goes on: a few messages to the store, no collective
-    titles differ                all ranks are there, so they exchange their texts by the store
-    a rank is missing            the others raise an error with its number, before their exchange
+Each rank adds a 26-bit hash of its title, the kind of the exchange and its text, to one counter in
+the group's store. The last rank checks that the sum is the number of ranks times its own hash.
 
-No collective of values would do: where ranks differ, it would pair values of different layers, or
-wait for a rank that never comes. The store is the host's, so no handshake waits for a device.
+    all titles are equal      each rank goes on: a few messages to the store, no collective
+    titles differ             all ranks are there, so they exchange their titles by the store
+    a rank has a fault        its title is the error, which every rank raises
+    a rank is missing         the others raise an error with its number, before their exchange
 
-The handshakes of a group are numbered, and each takes the place of the one before in the store: the
-last rank that comes to a handshake deletes what the one before has left.
+A rank whose own checks fail does not raise alone: the others would wait for it. It brings the error
+to the handshake instead.
+
+Ranks compare no titles by a collective. Where ranks differ, a collective would pair values of
+different layers, or wait for a rank that never comes. The store is on the host, so no handshake
+waits for a device.
+
+Handshakes of a group are numbered. The last rank that comes to one deletes the keys that the one
+before has left in the store.
 """
 
 from __future__ import annotations
@@ -32,6 +39,7 @@ SAME_WEIGHT = "fully_shard: expected all ranks to have the same weight"
 LONGEST = timedelta(minutes=5)
 TITLE_BITS, COUNT_BIT = 26, 44  # sums of titles of 2^18 ranks end below the count of ranks
 SAME, DIFFERENT = "same", "different"  # what the store says at the end
+FAULT = "an error"  # the kind of a rank that came to raise one
 
 # The number of handshakes that each group has had, and the keys that the last one has left.
 rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
@@ -52,6 +60,7 @@ def meet(
     expected: str,
     absent: str,
     number: int | None = None,
+    fault: str | None = None,
 ) -> list[str] | None:
     """Waits until all ranks of a group come to this handshake, and compares their texts.
 
@@ -63,47 +72,44 @@ def meet(
             and the text.
         absent: why a rank may be missing, besides an end of it.
         number: of kind and text, where it is known: number_of's.
+        fault: why this rank cannot go on, which every rank then raises; None: it can.
 
     Returns:
         The text of each rank; None where all are equal.
 
     Raises:
-        ValueError: ranks are missing, which the message names, or begin different exchanges.
+        ValueError: ranks have faults, are missing, which the message names, or begin different
+            exchanges.
     """
     world = dist.get_world_size(group)
     if world == 1 or dist.get_backend(group) == "fake":  # torch's backend without other ranks
+        raise_fault(fault)
         return None
-    store = _store_of(group)
+    if fault is not None:
+        kind, text, number = FAULT, fault, None
     number = number_of(kind, text) if number is None else number
-    done = rounds.get(group, 0)
-    key, mark = f"minifloat/{done}", f"minifloat/rank/{dist.get_rank(group)}"
-    store.set(mark, str(done))
-    arrived = store.add(key, (1 << COUNT_BIT) + number)
-    if arrived >> COUNT_BIT == world:
-        end = SAME if arrived & ((1 << COUNT_BIT) - 1) == world * number else DIFFERENT
-        store.set(f"{key}/end", end)
-        for left in leftovers.get(group, ()):
-            store.delete_key(left)
-    else:
-        seconds = min(_timeout_of(group) / 2, LONGEST)
-        try:
-            store.wait([f"{key}/end"], seconds)
-        except RuntimeError as error:
-            store.add(key, -((1 << COUNT_BIT) + number))
-            others = [rank for rank in range(world) if rank != dist.get_rank(group)]
-            # Ranks that came and gave up are named only where no other is missing.
-            missing = [rank for rank in others if not _has_come(store, rank, done)] or others
-            raise ValueError(
-                f"{expected.format(world, text)}, but ranks {missing} have not arrived in "
-                f"{seconds}: {absent}, or they have ended or hang"
-            ) from error
-        end = store.get(f"{key}/end").decode()
+    store, done = _store_of(group), rounds.get(group, 0)
+    key = f"minifloat/{done}"
+    seconds = min(_timeout_of(group) / 2, LONGEST)
+    end, missing = _wait_for_all(store, group, number, seconds)
+    if missing:
+        begin = expected.format(world, text) if fault is None else fault
+        raise ValueError(
+            f"{begin}, but ranks {missing} have not arrived in {seconds}: {absent}, or they have "
+            "ended or hang"
+        )
     rounds[group] = done + 1
     leftovers[group] = [key, f"{key}/end"]
     if end == SAME:
+        raise_fault(fault)
         return None
     leftovers[group] += [f"{key}/read", f"{key}/all", *(f"{key}/{i}" for i in range(world))]
     found = _texts_of_ranks(store, key, dist.get_rank(group), world, f"{kind}\n{text}")
+    faults: dict[str, list[int]] = {}
+    for i, (what, title) in enumerate(found):
+        if what == FAULT:
+            faults.setdefault(title, []).append(i)
+    raise_fault("; ".join(f"{title} (ranks {ranks})" for title, ranks in faults.items()))
     if len({of_rank for of_rank, _ in found}) > 1:
         listed = "; ".join(f"rank {i}: {what} {title}" for i, (what, title) in enumerate(found))
         raise ValueError(f"expected all ranks to begin the same exchange, but {listed}")
@@ -118,17 +124,23 @@ def require_same(
     expected: str,
     absent: str,
     differs: str,
-    number: int | None = None,
+    fault: str | None = None,
 ) -> None:
     """Waits for all ranks of a group, and raises ValueError on each where their texts differ.
 
     Args:
-        kind, text, group, expected, absent, number: as those of meet.
+        kind, text, group, expected, absent, fault: as those of meet.
         differs: the beginning of the error where texts differ.
     """
-    texts = meet(kind, text, group, expected=expected, absent=absent, number=number)
+    texts = meet(kind, text, group, expected=expected, absent=absent, fault=fault)
     if texts is not None:
         raise_different(texts, differs)
+
+
+def raise_fault(fault: str | None) -> None:
+    """Raises a fault as a ValueError; None or "": there is none."""
+    if fault:
+        raise ValueError(fault)
 
 
 def raise_different(texts: Sequence[str], differs: str) -> None:
@@ -184,6 +196,34 @@ def agree(title: str, dtype: torch.dtype | None, group: dist.ProcessGroup) -> to
 def _store_of(group: dist.ProcessGroup) -> dist.Store:
     store: dist.Store = dist.distributed_c10d._get_process_group_store(group)
     return store
+
+
+def _wait_for_all(
+    store: dist.Store, group: dist.ProcessGroup, number: int, seconds: timedelta
+) -> tuple[str, list[int]]:
+    """Adds this rank's number to the handshake's counter, and waits until all ranks have.
+
+    Returns:
+        SAME or DIFFERENT, and the ranks that have not come in time.
+    """
+    world, rank, done = dist.get_world_size(group), dist.get_rank(group), rounds.get(group, 0)
+    key = f"minifloat/{done}"
+    store.set(f"minifloat/rank/{rank}", str(done))
+    arrived = store.add(key, (1 << COUNT_BIT) + number)
+    if arrived >> COUNT_BIT == world:
+        end = SAME if arrived & ((1 << COUNT_BIT) - 1) == world * number else DIFFERENT
+        store.set(f"{key}/end", end)
+        for left in leftovers.get(group, ()):
+            store.delete_key(left)
+        return end, []
+    try:
+        store.wait([f"{key}/end"], seconds)
+    except RuntimeError:
+        store.add(key, -((1 << COUNT_BIT) + number))
+        others = [i for i in range(world) if i != rank]
+        # Ranks that came and gave up are named only where no other is missing.
+        return DIFFERENT, [i for i in others if not _has_come(store, i, done)] or others
+    return store.get(f"{key}/end").decode(), []
 
 
 def _texts_of_ranks(

@@ -10,6 +10,9 @@ model, where its list of layers has changed, and in each step where any ranks re
 has not changed learns of one that has. Where nothing is reduced, as under recipes without delayed
 scaling, or with one rank a stage, later steps wait for nobody.
 
+A rank whose own checks fail, as where nobody read a balance loss, comes to the handshake with that
+error, and all ranks raise it.
+
 Stages are told from replicas whose conversions differ: stages of one model were converted by one
 call of mf.quantize_, or are a PipelineStage of torch each.
 """
@@ -30,7 +33,7 @@ from torch import nn
 
 from ..nn.names import PRODUCT, join, unwrapped
 from ..nn.state.recipe_state import RecipeState
-from .handshake import meet, number_of
+from .handshake import meet, number_of, raise_fault
 
 STEP = "step: expected all {} ranks to call mf.step for the same layers ({})"
 SAME = "step: expected all ranks to have the same layers in one order"
@@ -50,7 +53,8 @@ class Agreed:
     Args:
         found: the layers of this rank then.
         text: what other ranks read of them.
-        number: of the lists of all ranks, which each has in the handshakes of later steps.
+        number: a hash of the lists of all ranks. Each rank adds it in the handshakes of later
+            steps, where ranks that are stages have different texts.
         group: the ranks that have this rank's layers; None: this one alone.
         is_reduced: whether any ranks reduce anything.
     """
@@ -68,7 +72,11 @@ stage_groups: Groups = weakref.WeakKeyDictionary()  # -> the groups of some of i
 
 
 def group_of_step(
-    model: nn.Module, layers: Layers, routers: Routers, group: dist.ProcessGroup | None
+    model: nn.Module,
+    layers: Layers,
+    routers: Routers,
+    group: dist.ProcessGroup | None,
+    fault: str | None = None,
 ) -> dist.ProcessGroup | None:
     """Finds the ranks that reduce amaxes and counts with this one; None: it is alone.
 
@@ -77,14 +85,18 @@ def group_of_step(
         layers: (name, layer) under a recipe.
         routers: (name, router), whose counts are reduced.
         group: of mf.step.
+        fault: why this rank cannot end the step; None: it can.
 
     Raises:
-        ValueError: a rank is missing, or the ranks' layers differ; on every rank that is there.
+        ValueError: a rank has a fault or is missing, or the ranks' layers differ; on every rank
+            that is there. Where steps wait for nobody, a fault is raised on its rank alone.
     """
     if not (dist.is_available() and dist.is_initialized()):
+        raise_fault(fault)
         return None
     ranks = cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
     if dist.get_world_size(ranks) == 1:
+        raise_fault(fault)
         return None
     found = [_described(name, layer) for name, layer in layers]
     found += [_described_router(name, router) for name, router in routers]
@@ -94,6 +106,7 @@ def group_of_step(
     agreed: Agreed | None = by_group.get(ranks)
     is_known = agreed is not None and agreed.found == found
     if agreed is not None and is_known and not agreed.is_reduced:
+        raise_fault(fault)
         return agreed.group
     if agreed is not None and is_known:
         text, number = agreed.text, agreed.number
@@ -108,6 +121,7 @@ def group_of_step(
         expected=STEP.format("{}", first),
         absent="they have not called it",
         number=number,
+        fault=fault,
     )
     if texts is None and is_known:
         assert agreed is not None

@@ -77,17 +77,20 @@ def require_graph(name: str, router: Router) -> None:
         )
 
 
-def require_losses_read(model: nn.Module) -> None:
-    """Raises ValueError where forwards of a step kept losses that nobody read.
+def unread_losses(model: nn.Module) -> str | None:
+    """Returns mf.step's error where forwards of a step kept losses that nobody read; else None."""
+    kept = [(name, router.loss) for name, router in routers_with_losses(model)]
+    unread = [name for name, loss in kept if loss is not None and loss.requires_grad]
+    if not unread:
+        return None
+    return (
+        'step: expected mf.balance_loss(model) in the loss of each forward, got balance="loss" '
+        f"and forwards whose balance loss nobody read in {', '.join(unread)}; where a forward is "
+        "given up, call mf.balance_loss(model) and ignore its result"
+    )
 
-    Losses without a graph, of forwards without gradients, are dropped.
-    """
-    routers = list(routers_with_losses(model))
-    unread = [name for name, r in routers if r.loss is not None and r.loss.requires_grad]
-    for _, router in routers:
+
+def drop_losses(model: nn.Module) -> None:
+    """Drops the losses that a step leaves: those of forwards without gradients."""
+    for _, router in routers_with_losses(model):
         router.loss = None
-    if unread:
-        raise ValueError(
-            'step: expected mf.balance_loss(model) in the loss of each forward, got balance="loss" '
-            f"and forwards whose balance loss nobody read in {', '.join(unread)}"
-        )

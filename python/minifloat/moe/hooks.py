@@ -11,7 +11,7 @@ from torch import nn
 
 from ..nn.hooks import expert_hooks
 from ..nn.names import clean_name, unwrapped
-from .balance import require_losses_read
+from .balance import drop_losses, unread_losses
 from .convert.experts import convert, restore, revert, select
 from .layer import divided_experts
 from .ranks.parallel_experts import ExpertParallel, to_host
@@ -31,6 +31,7 @@ def end_step(model: nn.Module, ranks: dist.ProcessGroup | None) -> None:
     ranks: those with the same routers; None: this one alone.
     """
     model = unwrapped(model)
+    drop_losses(model)
     warn_of_dropped(divided_experts(model).values())
     routers = [router for _, router in routers_of(model)]
     if not routers:
@@ -76,6 +77,6 @@ expert_hooks.select = select
 expert_hooks.convert = convert
 expert_hooks.revert = revert
 expert_hooks.restore = restore
-expert_hooks.require_losses_read = require_losses_read
+expert_hooks.unread_losses = unread_losses
 expert_hooks.routers = routers_of
 expert_hooks.end_step = end_step

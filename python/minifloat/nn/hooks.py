@@ -59,7 +59,8 @@ class DistributedHooks:
     require_no_shard: Callable[[nn.Module, str, Tensor], None]
     # model: exchanges the maxima of all sharded weights, after a step.
     precompute_scales: Callable[[nn.Module], None]
-    # (model, layers, routers, group of mf.step) -> the ranks that end the step with this one.
+    # (model, layers, routers, group of mf.step, error of this rank or None) -> the ranks that end
+    # the step with this one.
     group_of_step: Callable[..., dist.ProcessGroup | None]
     # (kind of exchange, names, group): all ranks of the group are there, and have these names.
     require_same_names: Callable[[str, list[str], dist.ProcessGroup], None]
@@ -139,8 +140,8 @@ class ExpertHooks:
     revert: Callable[[nn.Module], None]
     # model: undoes all conversions.
     restore: Callable[[nn.Module], None]
-    # model: raises where a balance loss of this step was not read.
-    require_losses_read: Callable[[nn.Module], None]
+    # model -> mf.step's error where a balance loss of this step was not read; else None.
+    unread_losses: Callable[[nn.Module], str | None]
     # model -> (name, router) of those that mf.step ends the step of.
     routers: Callable[[nn.Module], Sequence[tuple[str, nn.Module]]]
     # (model, ranks): moves the balance of routers by this step's counts, of all of these ranks.

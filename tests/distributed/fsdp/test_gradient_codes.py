@@ -345,6 +345,16 @@ def check_refusals(rank):
     fully_shard(later)
     with pytest.raises(ValueError, match="got 'the model' sharded later"):
         later(batch(0)).sum().backward()
+    later = Model()  # on one rank alone, whose error both raise
+    for block in later.blocks:
+        fully_shard(block)
+    if rank:
+        mf.quantize_gradients_(later)
+    fully_shard(later)
+    if not rank:
+        mf.quantize_gradients_(later)
+    with pytest.raises(ValueError, match=r"got 'the model' sharded later.* \(ranks \[1\]\)"):
+        later(batch(0)).sum().backward()
 
 
 def check_other_specs(rank):

@@ -125,17 +125,9 @@ class ReduceScatterOfCodes:
         """Checks at the first reduction that all modules and all ranks send codes alike.
 
         Raises:
-            ValueError: fully_shard was called later, a rank is missing, or titles differ.
+            ValueError: fully_shard was called later, a rank is missing, or titles differ; on every
+                rank.
         """
-        model = self.shared.model()
-        if not self.shared.is_complete and model is not None:
-            for name, _, fsdp_group in sharded_modules(model):
-                if not isinstance(fsdp_group._reduce_scatter_comm, ReduceScatterOfCodes):
-                    raise ValueError(
-                        "quantize_gradients_: expected all calls of fully_shard before it, got "
-                        f"{name or 'the model'!r} sharded later; call mf.quantize_gradients_ again"
-                    )
-            self.shared.is_complete = True
         if self.is_agreed:
             return
         require_same(
@@ -145,8 +137,20 @@ class ReduceScatterOfCodes:
             expected=ARRIVE,
             absent="their layer sends no codes",
             differs=ALIKE,
+            fault=None if self.shared.is_complete else self._sharded_later(),
         )
-        self.is_agreed = True
+        self.is_agreed = self.shared.is_complete = True
+
+    def _sharded_later(self) -> str | None:
+        """Returns the error where fully_shard was called later; else None."""
+        model = self.shared.model()
+        for name, _, fsdp_group in () if model is None else sharded_modules(model):
+            if not isinstance(fsdp_group._reduce_scatter_comm, ReduceScatterOfCodes):
+                return (
+                    "quantize_gradients_: expected all calls of fully_shard before it, got "
+                    f"{name or 'the model'!r} sharded later; call mf.quantize_gradients_ again"
+                )
+        return None
 
 
 def quantize_gradients_(model: nn.Module, spec: str = "e4m3/1x128+sr", *, seed: int = 0) -> None:

@@ -47,8 +47,9 @@ def average_expert_gradients(
 
     Raises:
         TypeError: `model` is no module, or `mesh` is neither of the two.
-        ValueError: the ranks of `mesh` hold different experts, or FSDP2 has sharded the experts and
-            averages their gradients itself. Nothing has been changed then.
+        ValueError: the ranks of `mesh` hold different experts, one is missing, or FSDP2 has sharded
+            the experts and averages their gradients itself; on every rank of `mesh`. Nothing has
+            been changed then.
 
     Source: docs/moe.md, "Expert parallelism".
 
@@ -63,8 +64,6 @@ def average_expert_gradients(
     layers = divided_experts(require_module("average_expert_gradients", model))
     group = None if mesh is None else group_of("average_expert_gradients: mesh", mesh)
     if group is not None:
-        for experts, parallel in layers.items():
-            require_not_averaged(experts, parallel)
         require_same_experts(layers, group)
     for experts, parallel in layers.items():
         for parameter in (p for p in experts.parameters() if p.requires_grad):
@@ -79,27 +78,31 @@ def average_expert_gradients(
             gradient.div_(ranks)
 
 
-def require_not_averaged(experts: Experts, parallel: ExpertParallel) -> None:
-    """Raises ValueError where FSDP2 shards the experts of a rank over other ranks."""
-    ranks = set(dist.get_process_group_ranks(parallel.group))
-    for parameter in experts.parameters():
-        if is_distributed(parameter) and set(parameter.device_mesh.mesh.flatten().tolist()) - ranks:
-            raise ValueError(
-                f"average_expert_gradients: mesh: {parallel.name}: expected None for experts that "
-                f"FSDP2 shards, which averages over {parameter.device_mesh} itself, got ranks"
-            )
+def averaged_before(layers: Mapping[Experts, ExpertParallel]) -> str | None:
+    """Returns the error where FSDP2 shards the experts of a rank over other ranks; else None."""
+    for experts, parallel in layers.items():
+        ranks = set(dist.get_process_group_ranks(parallel.group))
+        for parameter in filter(is_distributed, experts.parameters()):
+            if set(parameter.device_mesh.mesh.flatten().tolist()) - ranks:
+                return (
+                    f"average_expert_gradients: mesh: {parallel.name}: expected None for experts "
+                    f"that FSDP2 shards, which averages over {parameter.device_mesh} itself, got "
+                    "ranks"
+                )
+    return None
 
 
 def require_same_experts(
     layers: Mapping[Experts, ExpertParallel], group: dist.ProcessGroup
 ) -> None:
-    """Compares the experts that the ranks of a group hold, at their first call.
+    """Compares the experts that the ranks of a group hold.
+
+    They do in each call: a rank cannot know whether the experts of another have changed.
 
     Raises:
-        ValueError: on every rank of the group, where they differ.
+        ValueError: on every rank of the group, where they differ, a rank is missing, or FSDP2
+            averages their gradients.
     """
-    if not layers or all(parallel.replicas is group for parallel in layers.values()):
-        return
     parts = []
     for experts, parallel in layers.items():
         first, last = parallel.first_expert, parallel.first_expert + parallel.local - 1
@@ -108,11 +111,10 @@ def require_same_experts(
         parts.append(f"{parallel.name}: experts {first} to {last}, {', '.join(shapes)}")
     require_same(
         "mf.average_expert_gradients of",
-        "; ".join(parts),
+        "; ".join(parts) or "none",
         group,
         expected="average_expert_gradients: expected all {} ranks of mesh to call it, for {}",
         absent="they have not called it",
         differs="average_expert_gradients: mesh: expected ranks that hold the same experts",
+        fault=averaged_before(layers),
     )
-    for parallel in layers.values():
-        parallel.replicas = group

@@ -92,8 +92,6 @@ class ExpertParallel:
         self.expert_range = ExpertRange(self.first_expert, self.local, experts, group)
         # The title that all ranks were seen to have; None: before the first forward.
         self.title: str | None = None
-        # The ranks that were seen to hold the same experts (mf.average_expert_gradients).
-        self.replicas: dist.ProcessGroup | None = None
         # int64 (1), rows that this rank dropped since the last mf.step; None: it cannot drop any.
         self.dropped: Tensor | None = None
         self.step_dropped = 0  # rows that this rank dropped in the step before

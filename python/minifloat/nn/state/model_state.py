@@ -65,8 +65,8 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         TypeError: `model` is no module, or `group` is no process group that has this rank.
         ValueError: two parts of the model draw the same random bits (mf.quantize_'s seed), or
             nobody read mf.balance_loss after a forward of layers with balance="loss"; a rank is
-            missing, or the layers of ranks differ, on every rank. Nothing has changed then, but
-            balance losses that nobody read are dropped.
+            missing, or the layers of ranks differ. Every rank that calls raises it. Nothing has
+            changed then.
 
     Source: delayed scaling of Transformer Engine (DelayedScaling, amax_history_len,
     amax_compute_algo, margin).
@@ -85,10 +85,9 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
             f"got {group!r} ({type(group).__name__})"
         )
     name_layers(model)
-    require_own_streams(model)
-    expert_hooks.require_losses_read(model)
+    fault = shared_streams(model) or expert_hooks.unread_losses(model)
     layers, routers = converted(model), expert_hooks.routers(model)
-    ranks = hooks.group_of_step(unwrapped(model), layers, routers, group)
+    ranks = hooks.group_of_step(unwrapped(model), layers, routers, group, fault)
     forget_weights(layers)
     _roll_histories(layers, ranks)
     expert_hooks.end_step(model, ranks)
@@ -315,8 +314,8 @@ def name_layers(model: nn.Module) -> None:
             layer.rename(fqn.removesuffix(PRODUCT))
 
 
-def require_own_streams(model: nn.Module) -> None:
-    """Raises ValueError where two parts of a model draw the same random bits.
+def shared_streams(model: nn.Module) -> str | None:
+    """Returns mf.step's error where two parts of a model draw the same random bits; else None.
 
     Parts that were converted one by one do so under equal seeds, where they have layers of equal
     names. A part that is in evaluation, or frozen, is left out.
@@ -333,9 +332,10 @@ def require_own_streams(model: nn.Module) -> None:
             key = state.seed, state.rank, layer.stream_id
             other, of_other = owners.setdefault(key, (fqn, state))
             if of_other is not state:
-                raise ValueError(
+                return (
                     "step: expected layers with random bits of their own, but "
                     f"{clean_name(fqn)!r} and {clean_name(other)!r} were converted with one seed, "
                     f"{state.seed}, and both have a layer {layer.fqn!r}; pass each its own seed, "
                     "or name, or call mf.quantize_ once, on a module that holds both"
                 )
+    return None
