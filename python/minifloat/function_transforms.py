@@ -62,28 +62,35 @@ class Plan:
         return (results,) if isinstance(results, Tensor) else tuple(results)
 
 
-def for_each_sample(
-    function: Any, info: Any, in_dims: Sequence[int | None], plan: Plan, *tensors: Tensor
-) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Stacks the results of one call for each sample of a batch, along dimension 0."""
-    if info.batch_size == 0:
-        raise ValueError(f"{plan.op}: expected a batch of one sample or more under vmap, got none")
-    results = []
-    for i in range(info.batch_size):
-        sample = [t if d is None else t.select(d, i) for t, d in zip(tensors, in_dims[1:])]
-        results.append(function.apply(plan, *sample))
-    stacked = tuple(torch.stack(each) for each in zip(*results))
-    return stacked, (0,) * len(stacked)
+class OfPlan(torch.autograd.Function):
+    """The rules that Forward and Gradients share: both take a plan and its tensors."""
+
+    @classmethod
+    def vmap(
+        cls, info: Any, in_dims: Sequence[int | None], plan: Plan, *tensors: Tensor
+    ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+        """Stacks the results of one call for each sample of a batch, along dimension 0."""
+        if info.batch_size == 0:
+            raise ValueError(
+                f"{plan.op}: expected a batch of one sample or more under vmap, got none"
+            )
+        results = []
+        for i in range(info.batch_size):
+            sample = [t if d is None else t.select(d, i) for t, d in zip(tensors, in_dims[1:])]
+            results.append(cls.apply(plan, *sample))
+        stacked = tuple(torch.stack(each) for each in zip(*results))
+        return stacked, (0,) * len(stacked)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: object) -> NoReturn:
+        raise NotImplementedError(
+            f"{ctx.plan.op}: expected tensors without a tangent, got one: forward-mode "
+            "differentiation does not pass through a quantized product; use reverse mode, or leave "
+            "the layer in high precision"
+        )
 
 
-def refuse_tangent(op: str) -> NoReturn:
-    raise NotImplementedError(
-        f"{op}: expected tensors without a tangent, got one: forward-mode differentiation does not "
-        "pass through a quantized product; use reverse mode, or leave the layer in high precision"
-    )
-
-
-class Forward(torch.autograd.Function):
+class Forward(OfPlan):
     @staticmethod
     def forward(plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
         return plan.run(tensors)
@@ -99,16 +106,8 @@ class Forward(torch.autograd.Function):
         found = iter(Gradients.apply(plan, *ctx.saved_tensors, *grads))
         return (None, *(next(found) if needed else None for needed in plan.needed))
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: object) -> NoReturn:
-        refuse_tangent(ctx.plan.op)
 
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        return for_each_sample(Forward, info, in_dims, *inputs)
-
-
-class Gradients(torch.autograd.Function):
+class Gradients(OfPlan):
     """The gradients of the tensors that the plan names, from all tensors and those of results."""
 
     @staticmethod
@@ -137,14 +136,6 @@ class Gradients(torch.autograd.Function):
             "precision, by filter_fqns or a recipe map"
         )
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: object) -> NoReturn:
-        refuse_tangent(ctx.plan.op)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, *inputs: Any) -> Any:
-        return for_each_sample(Gradients, info, in_dims, *inputs)
-
 
 def transformed(op: str, *args: Any, **kwargs: Any) -> Tensor | list[Tensor]:
     """Calls an op of layers within a transform of torch.func."""
@@ -157,6 +148,15 @@ def transformed(op: str, *args: Any, **kwargs: Any) -> Tensor | list[Tensor]:
     leaves = [next(numbers) if known else leaf for leaf, known in zip(leaves, is_tensor)]
     results: tuple[Tensor, ...] = Forward.apply(Plan(op, spec, leaves, is_tensor), *tensors)
     return list(results) if op == "linear_group" else results[0]
+
+
+def require_no_transform(name: str, why: str) -> None:
+    """Raises NotImplementedError, with the name and the reason, within a transform."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
+        raise NotImplementedError(
+            f"{name}: expected evaluation mode within the transforms of torch.func, got training "
+            f"mode: {why}; call .eval() on it first, or use torch.autograd.grad"
+        )
 
 
 def refuse(op: str, *args: object, **kwargs: object) -> NoReturn:

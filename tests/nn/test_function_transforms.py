@@ -181,7 +181,7 @@ def test_feed_forwards_whose_layers_share_their_input(recipe, kind):
     require_same(got, want, kind)
     require_same(pull(torch.ones_like(got))[0], x.grad, kind)
     if kind == "experts":
-        return  # torch.func.vmap has no rule for the in-place ops that sort rows
+        return  # a batch of the router's products sums in another order
     model = build().eval()
     stacked = torch.stack([model(sample) for sample in batch()[:, None]])
     require_same(vmap(model)(batch()[:, None]), stacked, kind)
@@ -199,6 +199,43 @@ def test_second_derivatives_and_tangents_are_errors():
     for transform in (jacfwd(run), jacfwd(grad(run))):
         with pytest.raises(NotImplementedError, match="forward-mode"):
             transform(batch())
+
+
+@pytest.mark.parametrize("balance", ["bias", "loss", None])
+def test_experts_in_training_are_an_error(balance):
+    """Nothing is counted or kept. In evaluation the same calls pass, a batch as its samples.
+
+    The router's sums are exact, so they have the same bits in any order. Zeros may have another
+    sign.
+    """
+    moe, x = mf.MoE(K, 64, 4, 2, balance=balance, recipe="mxfp8"), batch().mul(4).round()
+    with torch.no_grad():
+        moe.router.weight.copy_(moe.router.weight.mul(64).round().div(64))
+
+    def loss(p, x):
+        return functional_call(moe, p, (x,)).square().sum()
+
+    parameters = parameters_of(moe)
+    calls = {
+        "grad": lambda: grad(loss)(parameters, x),
+        "vjp": lambda: vjp(moe, x)[0],
+        "jacrev": lambda: jacrev(moe)(x),
+        "vmap": lambda: vmap(moe)(x[:, None]),
+        "vmap of grad": lambda: vmap(grad(loss), (None, 0))(parameters, x[:, None]),
+    }
+    for call in calls.values():
+        with pytest.raises(
+            NotImplementedError, match=r"^mf.MoE: expected evaluation mode .*counts"
+        ):
+            call()
+        assert moe.router.loss is None
+        assert not moe.router.counts.any()
+    moe.eval()
+    found = {name: call() for name, call in calls.items()}
+    for i in range(BATCH):
+        require_same(found["vmap"][i], moe(x[i : i + 1]), i)
+        for name, g in grad(loss)(parameters, x[i : i + 1]).items():
+            assert torch.equal(found["vmap of grad"][name][i], g), (name, i)
 
 
 def test_batches_of_gradients_are_errors():

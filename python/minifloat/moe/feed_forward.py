@@ -90,12 +90,13 @@ def order_rows(indices_Tk: Tensor, experts: int, token_ids_T: Tensor | None = No
     if by_id is not None:
         order = by_id[order // slots] * slots + order % slots
     rows = torch.arange(order.shape[0], dtype=torch.int32, device=chosen.device)
-    places = torch.empty_like(rows).scatter_(0, order, rows).view(indices_Tk.shape)
+    # Made of `order`, which is a batch under torch.func.vmap: nothing else may be written to there.
+    places = torch.empty_like(order, dtype=torch.int32).scatter_(0, order, rows)
     pairs = order.to(torch.int32)
     row_ids = pairs
     if token_ids_T is not None:
         row_ids = (token_ids_T[order // slots] * slots + order % slots).to(torch.int32)
-    return Order(pairs, places, offs, row_ids)
+    return Order(pairs, places.view(indices_Tk.shape), offs, row_ids)
 
 
 def as_expert(indices: Tensor, experts: int) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..checks import require_bool, require_int, require_one_of
+from ..function_transforms import require_no_transform
 from ..nn.state.random_state import as_normal
 from ..nn.state.recomputation import repeats_counted_forward
 
@@ -208,10 +209,15 @@ class Router(nn.Module):
 
         A forward without gradients counts nothing. Its loss is kept: it is the first forward of a
         checkpoint with use_reentrant=True.
+
+        Raises:
+            NotImplementedError: a transform of torch.func is active, whose function has no place
+                for either.
         """
         is_counted = torch.is_grad_enabled()
         if not is_counted and self.balance != "loss":
             return
+        require_no_transform("mf.MoE", "a forward in training counts the tokens of its experts")
         chosen = indices_Tk.reshape(-1)
         counts_E = torch.zeros_like(self.counts).scatter_add_(0, chosen, torch.ones_like(chosen))
         # A recomputation saves the tensors that the first forward saved, so it computes the loss.
