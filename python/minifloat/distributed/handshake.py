@@ -149,20 +149,6 @@ def raise_different(texts: Sequence[str], differs: str) -> None:
     raise ValueError(f"{differs}, but {listed}")
 
 
-def require_equal(
-    title: str, numbers: Sequence[int], group: dist.ProcessGroup, expected: str
-) -> None:
-    """Compares the numbers of the ranks' titles, which an exchange has brought, on all ranks.
-
-    Raises:
-        ValueError: on every rank, where numbers differ: `expected`, and the titles of all.
-    """
-    if len(set(numbers)) > 1:
-        texts: list[str] = [""] * len(numbers)
-        dist.all_gather_object(texts, title, group=group)
-        raise_different(texts, expected)
-
-
 def agree(title: str, dtype: torch.dtype | None, group: dist.ProcessGroup) -> torch.dtype:
     """Agrees on the compute dtype of a weight's gathers.
 

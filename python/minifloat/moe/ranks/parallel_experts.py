@@ -8,11 +8,12 @@ The operands of an expert's products equal, byte for byte, those of one process 
 all ranks in the order of the ranks: rows are sorted by the numbers of their pairs among all ranks,
 random bits come from these numbers, and from the random state of the group's first rank.
 
-Ranks compare the 64-bit numbers of their titles, which describe a layer's configuration:
+Ranks compare titles, which describe a layer's configuration, or the titles' 64-bit numbers:
 
-    first forward     ranks wait for each other, and compare
+    first forward     ranks wait for each other, and compare their titles
     later             each rank sends its title's number with its counts of rows
-        exact sizes   every rank reads the numbers of all ranks with the counts
+        exact sizes   every rank reads the numbers of all ranks with the counts; where they differ,
+                      ranks compare their titles as in the first forward, which raises on each
         else          a rank reads them where its own title has changed: nothing waits otherwise
 
 Shape suffixes: T tokens, k slots, M = T * k rows, R ranks, E experts of all ranks, n of this one.
@@ -31,7 +32,7 @@ from torch import Tensor
 
 from ..._native import ops
 from ...checks import require_int, require_one_of
-from ...distributed.handshake import require_equal, require_same
+from ...distributed.handshake import require_same
 from ...nn.grouped_product import ProductCall, product_of
 from ...nn.state.recipe_state import ExpertRange
 from ...recipe import Recipe
@@ -185,14 +186,7 @@ class ExpertParallel:
         offs = order.offs.long()
         number = torch.full((1,), ops.stream(title), dtype=torch.int64, device=offs.device)
         if self.title is None:
-            require_same(
-                "the first forward of",
-                title,
-                self.group,
-                expected=DIVIDE,
-                absent="their layer is not divided",
-                differs=EQUAL,
-            )
+            self._meet(title)
             self.title = title
         sent = offs.diff(prepend=offs.new_zeros(1)).view(self.ranks, self.local)
         tokens = torch.full_like(number, order.places.shape[0])
@@ -243,14 +237,25 @@ class ExpertParallel:
             self._count(route.dropped)
         return route
 
+    def _meet(self, title: str) -> None:
+        """Waits for all ranks, and raises ValueError on each where their titles differ."""
+        require_same(
+            "the forward of",
+            title,
+            self.group,
+            expected=DIVIDE,
+            absent="their layer is not divided",
+            differs=EQUAL,
+        )
+
     def _compare(self, title: str, numbers: list[int], is_on_all: bool) -> None:
         """Compares the titles' numbers, on all ranks or on this one, whose title has changed.
 
         Raises:
             ValueError: ranks differ: on every rank, with the titles of all, or on this rank.
         """
-        if is_on_all:
-            require_equal(title, numbers, self.group, EQUAL)
+        if is_on_all and len(set(numbers)) > 1:
+            self._meet(title)
         others = [i for i, number in enumerate(numbers) if number != numbers[self.rank]]
         if others:
             raise ValueError(
