@@ -6,23 +6,24 @@
     AdvanceRng         hooks of the root and of the modules between it and the layers
     recomputation.py   what a module drew in which forward, for autograd's recomputation
 
-A call of one of these modules begins a new count, unless it runs within such a call. So does a
-layer that is called by itself, and one that would draw a second time with its last count. Two
-forwards therefore differ however a model is called: by its root, by another method, or part by
-part. A forward that autograd recomputes gets the bits of the original forward, with any number of
-forwards in flight; docs/numerics.md, section 7, has the limits. Evaluation does not advance the
-count, and neither does a forward that no backward pass can follow. Threads may run forwards of one
-model at a time: the count is the model's, and `running` is the thread's.
+Three calls begin a new count: that of a module with these hooks, outside any other such call; that
+of a layer outside any such call; and that of a layer that has drawn with the present count already.
+So two forwards draw different bits, whether a model is called by its root, by another method, or
+part by part. A forward that autograd recomputes gets the bits of the original forward, with any
+number of forwards in flight; docs/numerics.md, section 7, has the limits. Evaluation does not
+advance the count, and neither does a forward that no backward pass can follow. Several threads may
+run forwards of one model at a time: they share the count, and each has its own `running`.
 
     root called        tensor (seed, 4) -> (seed, 5);  running.current = a copy, (seed, 5)
       block, layers    read `running.current`
     root returns       running.current = None
 
-No random bits are made here: casts, those of g in backward too, make them from (seed, count).
-`running.current` is never written to again, so backward may read it, and code may be eager or
-compiled at any of these places. torch compiles the hooks of a module that is itself compiled as
-functions of their own, if they are compiled at all. So `eager_alone` exempts them: they run as in
-eager code, except where a larger compiled function contains the call; there they are part of its
+No random bits are made here. Casts make them from (seed, count), also the casts of g in backward.
+Backward may read `running.current`, because nothing writes to it once it is set. Each of these
+modules may run eagerly or compiled.
+
+Hooks run eagerly around a compiled module: torch would compile each as a function of its own, and
+`eager_alone` forbids that. Where compiled code calls a module that has hooks, they are part of its
 graph.
 """
 
@@ -235,8 +236,8 @@ class RngState:
     def trace(self, is_training: bool) -> Tensor:
         """Returns (seed, count) of one forward of a layer in compiled code: int64 (2).
 
-        Compiled code cannot record draws: all calls of a layer within one call of a module that
-        compiled code contains have one count.
+        Compiled code cannot record draws. So where it calls a module with hooks, and that calls a
+        layer several times, all these calls draw with one count.
         """
         is_advanced = functions_of_training(is_training) is not None
         current = self.running.current

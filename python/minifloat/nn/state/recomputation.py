@@ -8,8 +8,8 @@ Recomputation has two kinds.
     a block       saved tensors are computed again where backward reads the first of them:
                   checkpoints with use_reentrant=False. It begins in a node of the block.
 
-Autograd numbers its nodes in the order of their creation, each thread by itself. So a forward is
-recorded with its thread, the next node's number, and the functions that it runs within.
+Autograd numbers the nodes of each thread in the order of their creation. So the record of a forward
+has its thread, the number of the next node, and the functions that it runs within.
 """
 
 from __future__ import annotations
@@ -52,8 +52,9 @@ def eager_alone(function: FunctionT) -> FunctionT:
 def functions_around() -> tuple[int, ...]:
     """Returns the numbers of the autograd functions whose forwards this thread runs now.
 
-    The function's context is the first argument of its forward. A forward without one, beside a
-    setup_context, is taken for that of the latest node.
+    Walks up the stack to each call of torch.autograd.Function.apply. The first argument of the
+    forward that it calls is the context, which has the number. A forward that has a setup_context
+    beside it gets no context: its number is that of the node that this thread made last.
     """
     found: list[int] = []
     frame, inner = sys._getframe(1), None
