@@ -15,13 +15,8 @@ from torch import Tensor, nn
 
 from ..nn.hooks import hooks
 from ..nn.linear import Linear
-from .fsdp.gather import (
-    UnknownFsdpError,
-    find_fsdp_group,
-    plan_experts,
-    plan_gather,
-    policy_of,
-)
+from .fsdp.gather import plan_experts, plan_gather
+from .fsdp.private_state import UnknownFsdpError, find_fsdp_group, policy_of
 from .fsdp.weight import (
     precompute_scales,
     require_no_shard,

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import minifloat as mf
 import pytest
 import torch
-from minifloat.distributed.fsdp.gather import UnknownFsdpError, policy_of
+from minifloat.distributed.fsdp.private_state import UnknownFsdpError, policy_of
 from minifloat.distributed.hooks import accumulate_gradients
 from torch import nn
 from torch.distributed import _composable_state

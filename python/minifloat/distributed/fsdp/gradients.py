@@ -27,7 +27,7 @@ from ...nn.names import clean_name, join, unwrapped
 from ...nn.state.random_state import GRADIENT_RNG, RngState, Running
 from ...spec import Spec
 from ..handshake import require_same
-from .gather import UnknownFsdpError, groups_of, policy_of
+from .private_state import UnknownFsdpError, groups_of, policy_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

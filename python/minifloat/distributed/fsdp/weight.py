@@ -30,8 +30,9 @@ from ...nn.hooks import is_distributed
 from ...nn.linear import Linear
 from ..handshake import require_same
 from .expert_gather import ExpertGather
-from .gather import BOTH_GATHERS, Gather, GatherPlan, UnknownFsdpError, find_fsdp_group
+from .gather import BOTH_GATHERS, Gather, GatherPlan
 from .linear_gather import Batch, WeightGather, exchange_amaxes
+from .private_state import UnknownFsdpError, find_fsdp_group
 from .weight_tensors import ShardedWeight
 
 if TYPE_CHECKING:

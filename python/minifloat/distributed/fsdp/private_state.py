@@ -1,0 +1,68 @@
+"""FSDP2's state of a module, which has no public names in torch.
+
+    find_fsdp_group    the parameter group of a layer's weight
+    groups_of          the parameter groups of one module's state
+    policy_of          the mixed-precision policy of a group
+
+Where a torch has other private names, they raise UnknownFsdpError.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+
+class UnknownFsdpError(RuntimeError):
+    """FSDP2 lacks a private name that this library reads."""
+
+    def __init__(self, what: object) -> None:
+        super().__init__(
+            f"FSDP2: expected private names as in torch 2.11, got torch {torch.__version__}: {what}"
+        )
+
+
+def policy_of(group: FSDPParamGroup) -> MixedPrecisionPolicy:
+    """Returns FSDP2's policy: of the parameter group, from torch 2.15 on of each parameter."""
+    try:
+        found = getattr(group, "mp_policy", None) or group.fsdp_params[0].mp_policy
+    except AttributeError as error:
+        raise UnknownFsdpError(error) from error
+    return cast("MixedPrecisionPolicy", found)
+
+
+def groups_of(state: Any) -> list[FSDPParamGroup]:
+    """Returns the parameter groups of one module's FSDPState."""
+    groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12
+    return list(filter(None, [state._fsdp_param_group] if groups is None else groups))
+
+
+def find_fsdp_group(layer: nn.Module) -> FSDPParamGroup:
+    """Finds FSDP2's parameter group of this module's weight.
+
+    Raises:
+        LookupError: FSDP2 has not sharded the module.
+        UnknownFsdpError: FSDP2's state has other names than those that are read here.
+    """
+    try:
+        from torch.distributed._composable_state import _module_state_mapping
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+        for reference in list(_module_state_mapping.values()):
+            state = reference()
+            if not isinstance(state, FSDPState):
+                continue
+            for group in groups_of(state):
+                for parameter in group.fsdp_params:
+                    info = parameter._module_info
+                    if info.module is layer or layer in info.shared_modules:
+                        return group
+    except (ImportError, AttributeError) as error:
+        raise UnknownFsdpError(error) from error
+    raise LookupError("no parameter group of FSDP2 has the layer")
