@@ -1,7 +1,8 @@
 """The handshake of ranks before an exchange: all of them come to it, and all with one text.
 
-Each rank adds a 26-bit hash of its title, the kind of the exchange and its text, to one counter in
-the group's store. The last rank checks that the sum is the number of ranks times its own hash.
+A rank's title is the kind of the exchange and the rank's text. Each rank adds a 26-bit hash of its
+title to one counter in the group's store. The last rank checks that the sum is the number of ranks
+times its own hash.
 
     all titles are equal      each rank goes on: a few messages to the store, no collective
     titles differ             all ranks are there, so they exchange their titles by the store
@@ -105,11 +106,7 @@ def meet(
         return None
     leftovers[group] += [f"{key}/read", f"{key}/all", *(f"{key}/{i}" for i in range(world))]
     found = _texts_of_ranks(store, key, dist.get_rank(group), world, f"{kind}\n{text}")
-    faults: dict[str, list[int]] = {}
-    for i, (what, title) in enumerate(found):
-        if what == FAULT:
-            faults.setdefault(title, []).append(i)
-    raise_fault("; ".join(f"{title} (ranks {ranks})" for title, ranks in faults.items()))
+    raise_fault(_faults_of(found))
     if len({of_rank for of_rank, _ in found}) > 1:
         listed = "; ".join(f"rank {i}: {what} {title}" for i, (what, title) in enumerate(found))
         raise ValueError(f"expected all ranks to begin the same exchange, but {listed}")
@@ -225,6 +222,15 @@ def _texts_of_ranks(
         store.set(f"{key}/all", "")
     store.wait([f"{key}/all"])
     return [(kind, rest) for kind, _, rest in (each.partition("\n") for each in texts)]
+
+
+def _faults_of(found: Sequence[tuple[str, str]]) -> str:
+    """Returns the faults among the ranks' titles, each once, with its ranks; "": there are none."""
+    faults: dict[str, list[int]] = {}
+    for rank, (kind, text) in enumerate(found):
+        if kind == FAULT:
+            faults.setdefault(text, []).append(rank)
+    return "; ".join(f"{text} (ranks {ranks})" for text, ranks in faults.items())
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:
