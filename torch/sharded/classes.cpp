@@ -27,10 +27,11 @@ TORCH_LIBRARY_FRAGMENT(minifloat, m) {
         return self->new_operand(like);
       });
   m.class_<Agreement>("Agreement").def(torch::init<>());
+  m.class_<ReadyCasts>("ReadyCasts").def("run", &ReadyCasts::run);
   m.class_<MasterCasts>("MasterCasts")
       .def(torch::init<const ShardCasts&, const Numbers&, const Texts&, const Tensors&,
-                       const Tensors&, const Tensors&, c10::intrusive_ptr<Agreement>>())
-      .def("quantize", &MasterCasts::quantize);
+                       const Tensors&, const Tensors&>())
+      .def("check", &MasterCasts::check);
   m.class_<MatrixTransposes>("MatrixTransposes")
       .def(torch::init<const Tensors&, const Tensors&, const Numbers&>())
       .def("run", &MatrixTransposes::run);

@@ -73,9 +73,7 @@ struct MatrixShards {
 
 // ---- MasterCasts --------------------------------------------------------------------------------
 MasterCasts::MasterCasts(const ShardCasts& casts, const Numbers& owners, const Texts& names,
-                         const Tensors& codes, const Tensors& scales, const Tensors& amaxes,
-                         c10::intrusive_ptr<Agreement> agreement)
-    : agreement_(std::move(agreement)) {
+                         const Tensors& codes, const Tensors& scales, const Tensors& amaxes) {
   check_sizes("owners", owners.size(), casts.size());
   check_sizes("names", names.size(), casts.size());
   check_sizes("flat codes", codes.size(), casts.size());
@@ -93,8 +91,8 @@ MasterCasts::MasterCasts(const ShardCasts& casts, const Numbers& owners, const T
   }
 }
 
-void MasterCasts::quantize(const Tensors& masters, const Numbers& starts, const Tensors& fragments,
-                           const std::string& group) const {
+c10::intrusive_ptr<ReadyCasts> MasterCasts::check(const Tensors& masters, const Numbers& starts,
+                                                  const Tensors& fragments) const {
   const bool has_fragments = !fragments.empty();
   if (has_fragments) check_sizes("fragments", fragments.size(), directions_.size());
   check_sizes("start offsets", starts.size(), masters.size());
@@ -133,7 +131,11 @@ void MasterCasts::quantize(const Tensors& masters, const Numbers& starts, const 
                     {codes, has_fragments, direction.scales[e], direction.amaxes[e]}, like_);
     }
   }
-  quantize_masters(casts, names_, group, *agreement_, casts.empty() ? Tensor() : like_);
+  return c10::make_intrusive<ReadyCasts>(std::move(casts), names_, like_);
+}
+
+void ReadyCasts::run(const std::string& group, const c10::intrusive_ptr<Agreement>& agreement) {
+  quantize_masters(casts_, names_, group, *agreement, like_);
 }
 
 // ---- MatrixTransposes ---------------------------------------------------------------------------

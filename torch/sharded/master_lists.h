@@ -7,6 +7,7 @@
 #include <torch/custom_class.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "sharded/rank_agreement.h"
@@ -24,28 +25,40 @@ struct MasterDirection {
   Tensors codes, scales, amaxes;       // of each matrix
 };
 
+// Casts of one step, which have been checked and nothing has run: ranks may meet before they run.
+class ReadyCasts : public torch::CustomClassHolder {
+ public:
+  ReadyCasts(std::vector<PartialCast> casts, const Texts& names, at::Tensor like)
+      : casts_(std::move(casts)), names_(names), like_(std::move(like)) {}
+  // Casts once. agreement: of the ranks of the group, which hold the masters
+  void run(const std::string& group, const c10::intrusive_ptr<Agreement>& agreement);
+
+ private:
+  std::vector<PartialCast> casts_;
+  Texts names_;      // of each
+  at::Tensor like_;  // on the device of the weights; undefined without casts
+};
+
 // The directions of weights that a step casts from masters. A weight of experts (E, rows, cols) is
 // cast as E matrices; its flat codes and shards are those of all its rows in order, so that a shard
 // may begin and end within any expert.
 class MasterCasts : public torch::CustomClassHolder {
  public:
   // owners, names: the weight of each direction, in their order, and its name; codes, scales,
-  // amaxes: of each direction, codes of three dimensions of E matrices; agreement: of the ranks
-  // that hold the masters
+  // amaxes: of each direction, codes of three dimensions of E matrices
   MasterCasts(const ShardCasts& casts, const Numbers& owners, const Texts& names,
-              const Tensors& codes, const Tensors& scales, const Tensors& amaxes,
-              c10::intrusive_ptr<Agreement> agreement);
+              const Tensors& codes, const Tensors& scales, const Tensors& amaxes);
 
-  // Casts the shards of masters to codes. masters, starts: of each weight; fragments: of each
-  // direction; none where codes are written to the flat codes
-  void quantize(const Tensors& masters, const Numbers& starts, const Tensors& fragments,
-                const std::string& group) const;
+  // Checks shards of masters, and lists their casts to codes. masters, starts: of each weight;
+  // fragments: of each direction; none where codes are written to the flat codes. The memory of all
+  // must stay until the casts have run.
+  c10::intrusive_ptr<ReadyCasts> check(const Tensors& masters, const Numbers& starts,
+                                       const Tensors& fragments) const;
 
  private:
   std::vector<MasterDirection> directions_;
   Texts names_;      // of each matrix of each direction
   at::Tensor like_;  // on the device of the weights; undefined without directions
-  c10::intrusive_ptr<Agreement> agreement_;
 };
 
 // Matrices that are transposed after a gather.

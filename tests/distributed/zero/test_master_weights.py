@@ -109,19 +109,39 @@ def test_processing_is_refused_where_it_is_needed_and_may_be_repeated():
     assert_same_weight(rowwise, whole_cast(master, rowwise.specs))
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"start_offsets": [1]}, "within the 1536 elements"),
-        ({"start_offsets": []}, "a start offset"),
-        ({"master_weights": [torch.zeros(1536, dtype=torch.float64)]}, "float32 or bfloat16"),
-        ({"fsdp_shard_model_weights": [torch.zeros(7, dtype=torch.uint8)]}, "expected 768"),
-        ({"fsdp_shard_model_weights": [None]}, "expected 1 fragments"),
-        ({"model_weights": [torch.zeros(32, 48)]}, "QuantizedTensor"),
-    ],
-)
+BAD_INPUT = [
+    ({"start_offsets": [1]}, "within the 1536 elements"),
+    ({"start_offsets": []}, "a start offset"),
+    ({"master_weights": [torch.zeros(1536, dtype=torch.float64)]}, "float32 or bfloat16"),
+    ({"fsdp_shard_model_weights": [torch.zeros(7, dtype=torch.uint8)]}, "expected 768"),
+    ({"fsdp_shard_model_weights": [None]}, "expected 1 fragments"),
+    ({"fsdp_shard_model_weights": []}, "fragments for each of 1 weights"),
+    ({"model_weights": [torch.zeros(32, 48)]}, "QuantizedTensor"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_INPUT)
 def test_bad_input_is_refused_before_anything_is_written(change, message):
     require_refused((32, 48), change, message)
+
+
+def check_bad_input_of_one_rank(rank):
+    weight = empty_weight((32, 48), ("nvfp4/16x16", None))
+    right = {
+        "model_weights": [weight],
+        "master_weights": [master_of((32, 48), 5).flatten()],
+        "start_offsets": [0],
+    }
+    for change, message in BAD_INPUT:
+        before = copy.deepcopy(weight)
+        with pytest.raises(ValueError, match=message):
+            mf.quantize_master_weights(**right | (change if rank == 1 else {}), group=None)
+        assert_same_weight(weight, before)
+        mf.quantize_master_weights(**right, group=None)
+
+
+def test_bad_input_of_one_rank_is_an_error_on_all():
+    run_world(2, check_bad_input_of_one_rank)
 
 
 def test_nvfp4_only():

@@ -62,14 +62,12 @@ class Agreement:
     """
 
     def __init__(self) -> None:
-        self.renewals = -1
         self._renew()
 
     def _renew(self) -> None:
         self.native: object = torch.classes.minifloat.Agreement()
         # (name of a group, title of a list) -> this rank's shards, which were compared
         self.shards: dict[tuple[str, str], Shards] = {}
-        self.renewals += 1
 
     def meet(self, title: str, shards: Shards, name: str) -> None:
         """Waits for all ranks; forgets what was agreed where one has another list, or new shards.
@@ -80,22 +78,31 @@ class Agreement:
             name: of the group; "": this process alone.
 
         Raises:
-            ValueError: a rank is missing.
+            ValueError: a rank is missing, or its arguments do not fit.
         """
         if not name:
             return
         compared = self.shards.get((name, title))
         are_new = compared is not None and compared != shards
         known = "new" if compared is None else "new shards" if are_new else "compared before"
-        texts = meet(
-            "mf.quantize_master_weights of",
-            f"{title}; {known}",
-            dist.distributed_c10d._resolve_process_group(cast(Any, name)),
-            expected=ALL_CAST,
-            absent="they have not called it",
-        )
-        if texts is not None or are_new:
+        if _meet(f"{title}; {known}", name) is not None or are_new:
             self._renew()
+
+
+def _meet(text: str, name: str, fault: str | None = None) -> list[str] | None:
+    """Waits for the ranks of the group `name`; returns their texts, None where all are equal."""
+    return meet(
+        "mf.quantize_master_weights of",
+        text,
+        _ranks(name),
+        expected=ALL_CAST,
+        absent="they have not called it",
+        fault=fault,
+    )
+
+
+def _ranks(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(cast(Any, name))
 
 
 # ---- the cast ------------------------------------------------------------------------------------
@@ -161,7 +168,8 @@ def quantize_master_weights(
 
     Raises:
         TypeError: a weight is no QuantizedTensor, or the group no process group.
-        ValueError: arguments do not fit, ranks differ, or one is missing. Nothing is written then.
+        ValueError: arguments do not fit, on one rank or more, ranks differ, or one is missing; on
+            every rank. Nothing is written then.
 
     Example:
         >>> import torch.distributed as dist
@@ -172,46 +180,78 @@ def quantize_master_weights(
         tensor([1., 1., 1., 1.])
         >>> mf.destroy_process_group()
     """
-    fragments = fsdp_shard_model_weights
-    lengths = [len(master_weights), len(start_offsets)]
-    lengths += [] if fragments is None else [len(fragments)]
-    if any(length != len(model_weights) for length in lengths):
-        raise ValueError(
-            f"quantize_master_weights: expected a master, a start offset (and a fragment) for each "
-            f"of {len(model_weights)} weights, got {', '.join(map(str, lengths))}"
+    name = _group_name(group)
+    try:
+        plans = [plan_of(weight) for weight in model_weights]
+        labels = [str(i) for i in range(len(plans))] if names is None else list(names)
+        title = _cached(
+            "title", model_weights, (plans, labels), lambda: _title(model_weights, labels)
         )
-    plans = [plan_of(weight) for weight in model_weights]
-    transposed = [weight for weight, plan in zip(model_weights, plans) if plan.transposes]
-    if transposed and not manual_post_all_gather_processing:
-        raise ValueError(
-            "quantize_master_weights: expected manual_post_all_gather_processing=True, got False: "
-            f"the columnwise codes of {transposed[0]!r} are transposed from gathered bytes; call "
-            "mf.post_all_gather_processing(model_weights) after the gather"
+        masters = _masters(model_weights, plans, master_weights, start_offsets)
+        starts = [start or 0 for start in start_offsets]
+        codes = _codes(plans, masters, fsdp_shard_model_weights)
+        if not manual_post_all_gather_processing:
+            _require_no_transposes(model_weights, plans)
+        casts = _cached(
+            "master_casts", model_weights, (plans, labels), lambda: _native_casts(plans, labels)
         )
-    masters: list[Tensor] = []
-    codes: list[Tensor] = []
+        ready = casts.check(masters, starts, codes)
+    except (TypeError, ValueError) as error:
+        if name and dist.get_world_size(_ranks(name)) > 1:  # which would wait for this one
+            _meet("", name, f"{error}")
+        raise
+    # Ranks compare their lists once, also where a rank makes new plans of the same weights later.
+    agreement = _cached("agreement", model_weights, (), Agreement)
+    shards = [(start, master.numel()) for start, master in zip(starts, masters)]
+    agreement.meet(title, shards, name)
+    ready.run(name, agreement.native)
+    agreement.shards[name, title] = shards
+
+
+def _masters(
+    weights: Sequence[QuantizedTensor],
+    plans: Sequence[WeightPlan],
+    master_weights: Sequence[Tensor | None],
+    start_offsets: Sequence[int | None],
+) -> list[Tensor]:
+    """Returns the shards of masters, an empty one for None."""
+    if len(master_weights) != len(weights) or len(start_offsets) != len(weights):
+        raise ValueError(
+            "quantize_master_weights: expected a master and a start offset for each of "
+            f"{len(weights)} weights, got {len(master_weights)} and {len(start_offsets)}"
+        )
+    masters = []
     for i, (plan, master) in enumerate(zip(plans, master_weights)):
         if master is None:
             master = plan.flat_codes[0].new_empty(0, dtype=torch.float32)
         masters.append(require_tensor(f"quantize_master_weights: master {i}", master))
-        if fragments is not None:
-            codes += _fragments(plan, fragments[i], master.numel() == 0)
-    labels = [str(i) for i in range(len(plans))] if names is None else list(names)
-    name = _group_name(group)
-    # Ranks compare their lists once, also where a rank makes new plans of the same weights later.
-    agreement = _cached("agreement", model_weights, (), Agreement)
-    title = _cached("title", model_weights, (plans, labels), lambda: _title(model_weights, labels))
-    starts = [start or 0 for start in start_offsets]
-    shards = [(start, master.numel()) for start, master in zip(starts, masters)]
-    agreement.meet(title, shards, name)
-    run = _cached(
-        "master_casts",
-        model_weights,
-        (plans, labels, agreement.renewals),
-        lambda: _native_casts(plans, labels, agreement.native),
-    )
-    run(masters, starts, codes, name)
-    agreement.shards[name, title] = shards
+    return masters
+
+
+def _codes(
+    plans: Sequence[WeightPlan], masters: Sequence[Tensor], fragments: Sequence[Fragments] | None
+) -> list[Tensor]:
+    """Returns the fragments of all weights; none where codes are written into the weights."""
+    if fragments is None:
+        return []
+    if len(fragments) != len(plans):
+        raise ValueError(
+            f"quantize_master_weights: expected fragments for each of {len(plans)} weights, got "
+            f"{len(fragments)}"
+        )
+    triples = zip(plans, masters, fragments)
+    return [part for plan, m, of in triples for part in _fragments(plan, of, m.numel() == 0)]
+
+
+def _require_no_transposes(weights: Sequence[QuantizedTensor], plans: Sequence[WeightPlan]) -> None:
+    """Raises ValueError where a direction is transposed from gathered bytes."""
+    for weight, plan in zip(weights, plans):
+        if plan.transposes:
+            raise ValueError(
+                "quantize_master_weights: expected manual_post_all_gather_processing=True, got "
+                f"False: the columnwise codes of {weight!r} are transposed from gathered bytes; "
+                "call mf.post_all_gather_processing(model_weights) after the gather"
+            )
 
 
 def _title(weights: Sequence[QuantizedTensor], labels: list[str]) -> str:
@@ -222,19 +262,17 @@ def _title(weights: Sequence[QuantizedTensor], labels: list[str]) -> str:
     )
 
 
-def _native_casts(plans: list[WeightPlan], labels: list[str], agreement: object) -> Run:
+def _native_casts(plans: list[WeightPlan], labels: list[str]) -> Any:
     """Lists the directions of all weights: cast, weight, name and memory of each."""
     parts = [(i, part) for i, plan in enumerate(plans) for part in plan.parts]
-    native = torch.classes.minifloat.MasterCasts(
+    return torch.classes.minifloat.MasterCasts(
         [native for plan in plans for native in plan.casts],
         [i for i, _ in parts],
         [labels[i] for i, _ in parts],
         [codes for plan in plans for codes in plan.flat_codes],
         [part.scale for _, part in parts],
         [part.amax for _, part in parts],
-        agreement,
     )
-    return cast(Run, native.quantize)
 
 
 def cast_master_weights_to_nvfp4(
