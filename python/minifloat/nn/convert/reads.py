@@ -1,15 +1,23 @@
-"""What a traced forward has read, to be compared with what there is at a later call.
+"""What a forward has read, so that a later call can tell whether it would read the same again.
 
-A trace (nn/fuse/trace.py) holds for the values that the forward read then: settings, submodules,
-functions, globals. Each is an entry (where, name, value). Values are compared by identity, numbers
-and texts also by ==. So a setting that changes later is noticed, whatever changed it.
+A trace (nn/fuse/trace.py) shows what a forward computes with the settings, submodules, functions
+and globals of that moment. `Reads` lists what the forward read, and what it looked for and did not
+find. `is_unchanged` compares the list with what is there now. So any later change is noticed,
+whoever made it.
 
-The module that is traced has entries without a place, by name alone: they would refer to the module
-that keeps them, and only Python's collector of cycles would free its parameters then.
+Values are compared by identity. Numbers, texts and tuples are also equal where their class and
+value are the same: True is not 1, and 0.0 is not -0.0.
+
+The list must not refer to the traced module, which keeps it: only Python's collector of cycles
+would free the parameters then. So None stands for the module. An object's dict is recorded by the
+object and a name, such as "__dict__" or "_modules", since another dict may take its place.
+
+torch.compile traces `is_unchanged` too: its comparisons become guards of the compiled code.
 """
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -18,36 +26,49 @@ from ..state.random_state import AdvanceRng
 from .fast_paths import prevent_fast_path
 
 MISSING = object()  # the value of a name that nothing has
-CONSTANTS = (bool, int, float, str)  # classes of settings that are compared by ==
+CONSTANTS = (bool, int, float, str)  # classes of settings that are compared by value
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Reads(NamedTuple):
-    """Entries of one module's trace.
+    """What the forward of one module has read.
 
     Args:
-        own: (name, value) of the module's __dict__.
-        children: (name, module) of its submodules, without the linear layers.
-        entries: (dict, key, value): of submodules and of globals.
-        attributes: (object, name, value): of classes, Python modules and functions.
-        keys: (dict of submodules, or None for the module's own, its keys) where all were visited.
-        called: the modules among them that the forward calls.
+        dicts: (owner, name, items, absent): the dict that is the attribute `name` of an object, or
+            of the module itself where the owner is None. Where `name` is None, the owner is a dict:
+            of a class, or globals. `items` are its (key, value) that were read, `absent` the keys
+            that were looked for and not found.
+        attributes: (object, name, value): of classes, Python modules, partials and cells.
+        functions: (function, __code__, __defaults__, __kwdefaults__) of those that ran.
+        keys: (owner, name, keys) of dicts of which all keys were visited.
+        called: (module, its class, forward of its __dict__ or MISSING, forward and __call__ of its
+            class) of submodules that the forward calls.
+        lacking: (object, or None for the module itself, name) that hasattr denies.
     """
 
-    own: tuple[tuple[str, Any], ...] = ()
-    children: tuple[tuple[str, Any], ...] = ()
-    entries: tuple[tuple[dict[Any, Any], Any, Any], ...] = ()
+    dicts: tuple[tuple[Any, str | None, tuple[tuple[Any, Any], ...], tuple[Any, ...]], ...] = ()
     attributes: tuple[tuple[Any, str, Any], ...] = ()
-    keys: tuple[tuple[dict[str, Any] | None, tuple[str, ...]], ...] = ()
-    called: tuple[nn.Module, ...] = ()
+    functions: tuple[tuple[FunctionType, Any, Any, Any], ...] = ()
+    keys: tuple[tuple[Any, str | None, tuple[Any, ...]], ...] = ()
+    called: tuple[tuple[nn.Module, type[nn.Module], Any, Any, Any], ...] = ()
+    lacking: tuple[tuple[Any, str], ...] = ()
 
 
 NOTHING = Reads()
 
 
 def differs(got: Any, want: Any) -> bool:
-    """Tells whether an entry has another value."""
-    return got is not want and not (type(want) in CONSTANTS and got == want)
+    """Tells whether a value is another one."""
+    if got is want:
+        return False
+    cls = type(want)
+    if type(got) is not cls:
+        return True
+    if cls is tuple:
+        return len(got) != len(want) or any([differs(g, w) for g, w in zip(got, want)])
+    if cls not in CONSTANTS or got != want:
+        return True
+    return cls is float and not want and str(got) != str(want)  # the sign of zero
 
 
 def is_unchanged(reads: Reads, module: nn.Module) -> bool:
@@ -55,23 +76,35 @@ def is_unchanged(reads: Reads, module: nn.Module) -> bool:
 
     Each forward of a feed-forward that is one op asks, eager or compiled.
     """
-    own, modules = module.__dict__, module._modules
-    for name, child in reads.children:
-        if modules.get(name) is not child:
+    dicts, attributes, functions, all_keys, called, lacking = reads
+    for owner, place, items, absent in dicts:
+        where = owner if place is None else getattr(module if owner is None else owner, place)
+        for key, value in items:
+            if (got := where.get(key, MISSING)) is not value and differs(got, value):
+                return False
+        for key in absent:
+            if key in where:
+                return False
+    for owner, name, value in attributes:
+        if (got := getattr(owner, name, MISSING)) is not value and differs(got, value):
             return False
-    for name, value in reads.own:
-        if (got := own.get(name, MISSING)) is not value and differs(got, value):
+    for function, code, defaults, kwdefaults in functions:
+        if function.__code__ is not code or function.__kwdefaults__ is not kwdefaults:
             return False
-    for where, name, value in reads.entries:
-        if (got := where.get(name, MISSING)) is not value and differs(got, value):
+        if (got := function.__defaults__) is not defaults and differs(got, defaults):
             return False
-    for where, name, value in reads.attributes:
-        if (got := getattr(where, name, MISSING)) is not value and differs(got, value):
+    for owner, place, keys in all_keys:
+        where = owner if place is None else getattr(module if owner is None else owner, place)
+        if tuple(where) != keys:
             return False
-    for children, keys in reads.keys:
-        if tuple(modules if children is None else children) != keys:
+    for part, cls, own, forward, call in called:
+        if getattr(part, "__class__", None) is not cls or has_hooks(part):
             return False
-    return not any([has_hooks(called) for called in reads.called])
+        if cls.forward is not forward or cls.__call__ is not call:
+            return False
+        if part.__dict__.get("forward", MISSING) is not own:
+            return False
+    return not any([hasattr(module if owner is None else owner, name) for owner, name in lacking])
 
 
 def has_hooks(module: nn.Module) -> bool:

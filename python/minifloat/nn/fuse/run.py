@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..convert.reads import MISSING, Reads, hook_of
+from ..convert.reads import MISSING, hook_of
+from .record import Record
 from .symbols import (
     FUNCTIONS,
     Named,
@@ -39,41 +40,42 @@ from .views import (
 
 OWN_OF_TORCH = "torch.nn.modules."  # code of torch that is traced into
 STATE = ("_parameters", "_buffers")  # of nn.Module
+METHODS = (  # descriptors of what a forward can pass on, and not call
+    classmethod,
+    staticmethod,
+    types.MethodDescriptorType,
+    types.ClassMethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.BuiltinFunctionType,
+)
 
 
 class Run:
     """One run of a forward.
 
     Args:
-        module: whose forward it is.
-        cls: its class, without mf.MLP.
+        record: takes what is read, and has the module.
         layers: its linear layers by name.
         modes: id of a module -> the value of `training` that it has in this run.
     """
 
     dtype: torch.dtype  # of x
 
-    def __init__(
-        self, module: nn.Module, cls: type, layers: dict[str, Any], modes: dict[int, bool]
-    ) -> None:
-        self.module, self.cls, self.layers, self.modes = module, cls, layers, modes
+    def __init__(self, record: Record, layers: dict[str, Any], modes: dict[int, bool]) -> None:
+        self.record, self.layers, self.modes = record, layers, modes
+        self.module, self.cls = record.module, record.cls
         self.names = {id(layer): name for name, layer in layers.items()}
         self.called_layers: list[str] = []
-        self.called: dict[int, nn.Module] = {}
         self.new_modes: list[int] = []
         self.views: dict[int, View] = {}
         self.scopes: dict[int, Globals] = {}
-        self.noted: dict[str, dict[tuple[int, Any], tuple[Any, Any, Any]]] = {
-            kind: {} for kind in ("own", "children", "entries", "attributes", "keys")
-        }
 
     def start(self, x: Symbol) -> Any:
         """Calls the forward of the module."""
         self.dtype = fields_of(x).dtype
-        forward = found_in(self.cls, "forward")
+        forward = self.record.member(self.cls, "forward")
         if type(forward) is not types.FunctionType:
             refuse("is no Python function")
-        self.note("attributes", self.cls, "forward", forward)
         return self.function(forward, "forward", (self.wrap(self.module, "self"), x), {})
 
     def end(self) -> None:
@@ -88,45 +90,19 @@ class Run:
             yield {**modes, found: False}
             modes[found] = True
 
-    # ---- what was read ---------------------------------------------------------------------------
+    # ---- items -----------------------------------------------------------------------------------
 
-    def note(self, kind: str, where: Any, name: Any, value: Any) -> None:
-        """Records what a later call compares."""
-        self.noted[kind].setdefault((id(where), name), (where, name, value))
-
-    def note_instance(self, module: Any, name: str, value: Any) -> None:
-        """Records a value of an object's __dict__, MISSING where it has none."""
-        if module is self.module:
-            self.note("own", None, name, value)
-        else:
-            self.note("entries", module.__dict__, name, value)
-
-    def note_item(self, items: dict[Any, Any], key: Any) -> Any:
-        """Records an item of a dict, or a submodule, but for the layers, which calls compare."""
+    def item(self, items: dict[Any, Any], key: Any) -> Any:
+        """Reads an item of a dict, or a submodule; calls compare the layers themselves."""
         value = items[key]
-        if items is not self.module._modules:
-            self.note("entries", items, key, value)
-        elif id(value) not in self.names:
-            self.note("children", None, key, value)
+        if items is not self.module._modules or id(value) not in self.names:
+            self.record.item(self.record.place(items), key, value)
         return value
 
-    def note_items(self, items: dict[Any, Any], text: str) -> list[tuple[Any, Any]]:
-        """Records all items of a dict; returns them with stand-ins of the values."""
-        own = items is self.module._modules
-        self.note("keys", None if own else items, "", tuple(items))
-        return [(key, self.wrap(self.note_item(items, key), f"{text}[{key!r}]")) for key in items]
-
-    def reads(self) -> Reads:
-        """Returns what the run has read."""
-        noted = {kind: tuple(rows.values()) for kind, rows in self.noted.items()}
-        return Reads(
-            own=tuple(row[1:] for row in noted["own"]),
-            children=tuple(row[1:] for row in noted["children"]),
-            entries=noted["entries"],
-            attributes=noted["attributes"],
-            keys=tuple((where, keys) for where, _, keys in noted["keys"]),
-            called=tuple(self.called.values()),
-        )
+    def all_items(self, items: dict[Any, Any], text: str) -> list[tuple[Any, Any]]:
+        """Reads all items of a dict; returns them with stand-ins of the values."""
+        self.record.keys(items)
+        return [(key, self.wrap(self.item(items, key), f"{text}[{key!r}]")) for key in items]
 
     # ---- attributes ------------------------------------------------------------------------------
 
@@ -146,78 +122,96 @@ class Run:
 
     def attribute(self, value: Any, name: str, path: str) -> Any:
         """Reads an attribute."""
-        if (id(value) in self.names and name != "weight") or (name[:2] == name[-2:] == "__"):
+        if name[:2] == name[-2:] == "__" or is_a(value, Unknown):
             refuse(f"reads {path}")
+        if id(value) in self.names:
+            weight = value._parameters.get(name)
+            return self.wrap(weight, path) if name == "weight" else refuse(f"reads {path}")
         if is_a(value, Tensor):  # a layer's weight: on any device, codes, or a shard
             if name == "dtype":
                 return self.dtype
-            return self.unknown(path) if hasattr(Tensor, name) else refuse(f"reads {path}")
+            is_method = callable(getattr(Tensor, name, None))
+            return self.unknown(path) if is_method else refuse(f"reads {path}")
         if is_a(value, types.ModuleType):
             if name not in value.__dict__:
                 refuse(f"reads {path}")
-            self.note("attributes", value, name, value.__dict__[name])
+            self.record.attribute(value, name, value.__dict__[name])
             return self.wrap(value.__dict__[name], path)
-        if is_a(value, dict) and name in ("values", "items", "keys"):
+        if type(value) is dict and name in ("values", "items", "keys"):
             return functools.partial(self.iterate, value, name, path)
         if is_a(value, (dict, list, set)):
-            return self.unknown(path) if hasattr(type(value), name) else refuse(f"reads {path}")
+            is_method = type(self.record.member(type(value), name)) in METHODS
+            return self.unknown(path) if is_method else refuse(f"reads {path}")
         if is_a(value, Super):
             return self.attribute_of_super(value, name, path)
         if is_a(value, type):
-            raw = found_in(value, name)
-            if type(raw) is not types.FunctionType and hasattr(type(raw), "__get__"):
-                return self.unknown(path)
-            self.note("attributes", value, name, raw)
-            return refuse(f"reads {path}") if raw is MISSING else self.wrap(raw, path)
+            return self.attribute_of_class(value, name, path)
         return self.attribute_of_object(value, name, path)
 
     def attribute_of_super(self, value: Super, name: str, path: str) -> Any:
-        classes = self.class_of(value.module).__mro__
+        classes = self.record.class_of(value.module).__mro__
         for cls in classes[classes.index(value.cls) + 1 :]:
-            raw = cls.__dict__.get(name, MISSING)
-            self.note("entries", cls.__dict__, name, raw)
+            raw = self.record.member_of(cls, name)
             if raw is not MISSING:
                 return self.member(raw, value.module, path)
         raise AttributeError(name)
 
+    def attribute_of_class(self, value: type, name: str, path: str) -> Any:
+        """Reads an attribute of a class as type.__getattribute__ does."""
+        of_type = self.record.member(type(value), name)
+        get = self.record.member(type(value), "__getattribute__")
+        if get is not type.__getattribute__ or hasattr(type(of_type), "__set__"):
+            refuse(f"reads {path}")
+        raw = self.record.member(value, name)
+        if raw is MISSING:
+            refuse(f"reads {path}")
+        if type(raw) in (*METHODS, property):
+            return self.unknown(path)
+        if type(raw) is not types.FunctionType and hasattr(type(raw), "__get__"):
+            refuse(f"reads {path}")
+        return self.wrap(raw, path)
+
     def attribute_of_object(self, value: Any, name: str, path: str) -> Any:
         """Reads an attribute as object.__getattribute__ and nn.Module.__getattr__ do."""
-        cls, is_module = self.class_of(value), is_a(value, nn.Module)
-        if found_in(cls, "__getattribute__") is not object.__getattribute__:
+        record, is_module = self.record, is_a(value, nn.Module)
+        cls = record.class_of(value)
+        if record.member(cls, "__getattribute__") is not object.__getattribute__:
             refuse(f"reads {path}")
         if is_module and name == "training":
             if id(value) not in self.modes and id(value) not in self.new_modes:
                 self.new_modes.append(id(value))
             return self.modes.get(id(value), True)
         if is_module and name == "_modules":
-            return self.wrap(value._modules, path)
-        raw = found_in(cls, name)
+            return self.wrap(record.modules(value), path)
+        raw = record.member(cls, name)
         if type(raw) is property and type(raw.fget) is types.FunctionType:
-            self.note("attributes", cls, name, raw)
-            return self.function(raw.fget, path, (self.wrap(value, "self"),), {})
+            return self.property(raw.fget, value, path)
         if hasattr(type(raw), "__set__") or not hasattr(value, "__dict__"):
             refuse(f"reads {path}")
-        own = value.__dict__.get(name, MISSING)
-        self.note_instance(value, name, own)
+        own = record.item_of(value, "__dict__", name)
         if own is not MISSING:
             return refuse(f"reads {path}") if name in STATE else self.wrap(own, path)
         if raw is not MISSING:
-            self.note("attributes", cls, name, raw.__func__ if is_a(raw, staticmethod) else raw)
             return self.member(raw, value, path)
-        if getattr(cls, "__getattr__", None) not in (None, nn.Module.__getattr__):
+        if record.member(cls, "__getattr__") not in (MISSING, nn.Module.__getattr__):
             refuse(f"reads {path}, which __getattr__ of {cls.__name__} decides")
-        if is_module and name in value._modules:
-            return self.wrap(self.note_item(value._modules, name), path)
-        if is_module and (name in value._parameters or name in value._buffers):
-            if id(value) not in self.names:
-                refuse(f"reads the {'parameter' if name in value._parameters else 'buffer'} {path}")
-            return self.wrap(value._parameters[name], path)
-        self.note("attributes", cls, name, MISSING)
+        if is_module:
+            for kind in STATE:
+                if record.item_of(value, kind, name) is not MISSING:
+                    refuse(f"reads the {kind[1:-1]} {path}")
+            modules = record.modules(value)
+            if name in modules:
+                return self.wrap(self.item(modules, name), path)
+            record.item_of(value, "_modules", name)
+        record.lack(value, name)
         raise AttributeError(f"{path} does not exist")
 
-    def class_of(self, value: Any) -> type:
-        """Returns a value's class, without mf.MLP."""
-        return self.cls if value is self.module else type(value)
+    def property(self, get: types.FunctionType, value: Any, path: str) -> Any:
+        """Reads a property."""
+        try:
+            return self.function(get, path, (self.wrap(value, "self"),), {})
+        except AttributeError:  # Python asks __getattr__ then
+            return refuse(f"reads {path}, which raises AttributeError")
 
     def member(self, raw: Any, value: Any, path: str) -> Any:
         """Returns what a class's member is for an instance."""
@@ -225,11 +219,13 @@ class Run:
             return self.wrap(types.MethodType(raw, value), path)
         if type(raw) is staticmethod:
             return self.wrap(raw.__func__, path)
-        return self.unknown(path) if hasattr(type(raw), "__get__") else self.wrap(raw, path)
+        if type(raw) in METHODS:
+            return self.unknown(path)
+        return refuse(f"reads {path}") if hasattr(type(raw), "__get__") else self.wrap(raw, path)
 
     def iterate(self, items: dict[Any, Any], how: str, path: str) -> Iterator[Any]:
         """Iterates over a dict by its method `how`."""
-        for key, value in self.note_items(items, path.rpartition(".")[0]):
+        for key, value in self.all_items(items, path.rpartition(".")[0]):
             yield {"keys": key, "values": value, "items": (key, value)}[how]
 
     # ---- calls -----------------------------------------------------------------------------------
@@ -240,12 +236,15 @@ class Run:
             self.called_layers.append(self.names[id(value)])
             return apply_layer(self.names[id(value)], args, kwargs)
         if id(value) in FUNCTIONS:
+            if type(value) is types.FunctionType:
+                self.record.function(value)
             return FUNCTIONS[id(value)][1](*args, **kwargs)
         if is_a(value, nn.Module):
             return self.call_module(value, text, args, kwargs)
         if type(value) is types.FunctionType:
             return self.function(value, text, args, kwargs)
         if type(value) is functools.partial:
+            self.record.partial(value)
             given = self.wrap((value.args, tuple(value.keywords.values())), text)
             merged = {**dict(zip(value.keywords, given[1])), **kwargs}
             return self.call(value.func, name_of(value.func), (*given[0], *args), merged)
@@ -253,9 +252,8 @@ class Run:
             return self.function(
                 value.__func__, text, (self.wrap(value.__self__, "self"), *args), kwargs
             )
-        call = found_in(type(value), "__call__")
+        call = self.record.member(self.record.class_of(value), "__call__")
         if type(call) is types.FunctionType:
-            self.note("attributes", type(value), "__call__", call)
             return self.function(call, text, (self.wrap(value, text), *args), kwargs)
         return refuse_node(call_text(text, args, kwargs))
 
@@ -268,16 +266,13 @@ class Run:
             refuse(f"calls {text}, whose class has a __call__ of its own")
         if hook := hook_of(module):
             refuse(f"calls {text}, which has a {hook}")
-        self.called[id(module)] = module
-        self.note("attributes", module, "__class__", cls)
+        self.record.call(module)
         own = module.__dict__.get("forward", MISSING)
-        self.note_instance(module, "forward", own)
         if own is not MISSING:
             return self.call(own, text, args, kwargs)
         forward = found_in(cls, "forward")
         if type(forward) is not types.FunctionType:
             refuse(f"calls {text}, whose forward is no Python function")
-        self.note("attributes", cls, "forward", forward)
         return self.function(forward, text, (self.wrap(module, text), *args), kwargs)
 
     def function(
@@ -291,7 +286,7 @@ class Run:
             refuse_node(call_text(text if function.__name__ == own else own, args, kwargs))
         if handles_exceptions(function.__code__):
             refuse(f"runs {function.__qualname__}, which handles exceptions")
-        self.note("attributes", function, "__code__", function.__code__)
+        self.record.function(function)
         if id(scope) not in self.scopes:
             self.scopes[id(scope)] = Globals(self, scope)
         names = function.__code__.co_freevars
@@ -322,23 +317,22 @@ class Run:
         if content is MISSING:
             return types.CellType()
         if name != "__class__":
-            self.note("attributes", cell, "cell_contents", content)
+            self.record.attribute(cell, "cell_contents", content)
         return types.CellType(self.wrap(content, name))
 
     def special(self, view: View, name: str, *args: Any) -> Any:
         """Calls a method of Python's syntax: __iter__, __len__ or __getitem__."""
         value, text = value_of(view), text_of(view)
-        method = found_in(type(value), name)
+        method = self.record.member(self.record.class_of(value), name)
         if is_a(value, nn.Module) and type(method) is types.FunctionType:
-            self.note("attributes", type(value), name, method)
             return self.function(method, text, (view, *args), {})
         if not is_a(value, dict) or method is not dict.__dict__.get(name):
             refuse(f"reads the items of {text}")
         if name == "__getitem__":
             if args[0] not in value:
                 raise KeyError(args[0])
-            return self.wrap(self.note_item(value, args[0]), f"{text}[{args[0]!r}]")
-        items = self.note_items(value, text)
+            return self.wrap(self.item(value, args[0]), f"{text}[{args[0]!r}]")
+        items = self.all_items(value, text)
         return len(items) if name == "__len__" else iter([key for key, _ in items])
 
     def is_instance(self, value: Any, classes: Any) -> bool:
@@ -346,15 +340,16 @@ class Run:
         if type(classes) is tuple:
             return any([self.is_instance(value, cls) for cls in classes])
         cls, real = value_of(classes), value_of(value)
-        of_type = found_in(type(cls), "__instancecheck__") is type.__dict__["__instancecheck__"]
+        check = self.record.member(type(cls), "__instancecheck__")
+        of_type = check is type.__dict__["__instancecheck__"]
         if not (is_a(cls, type) and of_type) and cls is not Tensor:
             refuse(f"asks isinstance of {text_of(classes)}")
         if type(real) is Symbol or is_a(real, Tensor):
             if issubclass(cls, Tensor) and cls is not Tensor:
                 refuse(f"asks isinstance of {text_of(classes)}")
             return issubclass(Tensor, cls)
-        if type(value) is View and is_a(real, nn.Module):
-            self.note("attributes", real, "__class__", type(real))
+        if type(value) is View:
+            self.record.class_of(real)
         return issubclass(type(real), cls)
 
     def super_of(self, cls: Any = None, module: Any = None) -> View:
@@ -364,13 +359,3 @@ class Run:
             cls = caller.f_locals["__class__"]
             module = caller.f_locals[caller.f_code.co_varnames[0]]
         return View(self, Super(value_of(cls), value_of(module)), "super()")
-
-
-def merge(a: Reads, b: Reads) -> Reads:
-    """Returns what either has, once."""
-
-    def once(rows: tuple[Any, ...]) -> tuple[Any, ...]:
-        return tuple({tuple(map(id, row)): row for row in rows}.values())
-
-    *rows, called = (x + y for x, y in zip(a, b))
-    return Reads._make([*map(once, rows), tuple({id(m): m for m in called}.values())])

@@ -73,6 +73,7 @@ def refuse_operators(cls: type) -> type:
         "int": "reads the value of {}",
     }
     used |= {"float": "reads the value of {}", "complex": "reads the value of {}"}
+    used |= {"reversed": "iterates over {}"}
     used |= {"len": "reads the shape of {}", "iter": "iterates over {}", "hash": "hashes {}"}
     used |= {"contains": "searches {}", "setitem": "writes into {}", "delitem": "writes into {}"}
     used |= {"enter": "enters with {}", "exit": "enters with {}", "format": "prints {}"}

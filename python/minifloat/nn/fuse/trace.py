@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..convert.reads import NOTHING, Reads
-from .run import Run, merge
+from ..convert.reads import Reads
+from .record import Record
+from .run import Run
 from .symbols import RESULT, Refused, Symbol, fields_of, kind_of, refuse, text_of
 
 MOST_RUNS = 64  # combinations of `training`, of 6 modules
@@ -57,22 +58,22 @@ def trace(
         ValueError: the module is no feed-forward. The text names the node that differs.
     """
     found: Graph | None = None
-    reads = NOTHING
+    record = Record(module, cls)
     for dtype in dtypes:
         pending: list[dict[int, bool]] = [{}]  # id of a module -> whether it trains
         for _ in range(MOST_RUNS):
             if not pending:
                 break
-            run = Run(module, cls, layers, pending.pop())
+            run = Run(record, layers, pending.pop())
             graph = graph_of(run, dtype)
             if found not in (None, graph):
                 raise ValueError("its forward computes something else in evaluation or in training")
-            found, reads = graph, merge(reads, run.reads())
+            found = graph
             pending += run.other_modes()
         if pending:
             raise ValueError(f"its forward reads `training` in more than {MOST_RUNS} combinations")
     assert found is not None
-    return found, reads
+    return found, record.reads()
 
 
 def graph_of(run: Run, dtype: torch.dtype) -> Graph:

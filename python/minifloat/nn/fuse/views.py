@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..convert.reads import MISSING
+from .record import Record
 from .symbols import Named, refuse, refuse_operators, text_of
 
 CONSTANTS = (int, float, complex, bool, str, bytes, type(None), type(...), slice, torch.dtype)
@@ -32,7 +33,8 @@ BUILTINS: dict[str, Any] = {  # without an effect
 class Runner(Protocol):
     """The run that Views belong to, as Run implements it (nn/fuse/run.py)."""
 
-    def note(self, kind: str, where: Any, name: Any, value: Any) -> None: ...
+    record: Record
+
     def wrap(self, value: Any, text: str) -> Any: ...
     def attribute(self, value: Any, name: str, path: str) -> Any: ...
     def call(self, value: Any, text: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
@@ -49,7 +51,12 @@ class Super(NamedTuple):
 
 
 class Unknown:
-    """The value of a View that a forward can pass on, and not call or read."""
+    """The value of a View that a forward can pass on, and not call or read: some method."""
+
+    def __eq__(self, other: object) -> bool:
+        raise NotImplementedError
+
+    __hash__ = object.__hash__
 
 
 @refuse_operators
@@ -84,14 +91,18 @@ class View(Named):
         return run_of(self).special(self, "__getitem__", key)
 
     def __bool__(self) -> bool:
-        cls = type(value_of(self))
-        if hasattr(cls, "__bool__") or hasattr(cls, "__len__"):
+        record, value = run_of(self).record, value_of(self)
+        cls = record.class_of(value)
+        if {record.member(cls, name) for name in ("__bool__", "__len__")} != {MISSING}:
             refuse(f"branches on {text_of(self)}")
         return True
 
     def __eq__(self, other: object) -> bool:
-        if found_in(type(value_of(self)), "__eq__") is not object.__eq__:
-            refuse(f"compares {text_of(self)}")
+        record = run_of(self).record
+        for view in (self, other):
+            cls = record.class_of(value_of(view))
+            if type(view) is View and record.member(cls, "__eq__") is not object.__eq__:
+                refuse(f"compares {text_of(view)}")
         return self is other  # one view a value
 
     def __ne__(self, other: object) -> bool:
@@ -128,16 +139,19 @@ class Globals(dict[str, Any]):
         self.run, self.real = run, real
 
     def __missing__(self, name: str) -> Any:
-        if name in self.real:
-            self.run.note("entries", self.real, name, self.real[name])
-            return self.run.wrap(self.real[name], name)
+        record, found = self.run.record, self.real.get(name, MISSING)
+        record.item((self.real, None), name, found)
+        if found is not MISSING:
+            return self.run.wrap(found, name)
+        value = getattr(builtins, name, MISSING)
+        if value is not MISSING:
+            record.attribute(builtins, name, value)
         if name == "super":
             return self.run.super_of
         if name == "isinstance":
             return self.run.is_instance
         if name in BUILTINS:
             return BUILTINS[name]
-        value = getattr(builtins, name, MISSING)
         if value is MISSING:
             raise KeyError(name)
         return value if is_error(value) else self.run.wrap(value, name)
