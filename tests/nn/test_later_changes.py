@@ -220,11 +220,6 @@ ROWS = [
     ("settings: attribute", config_kind, lambda m, p: setattr(m.config, "kind", "relu")),
     ("settings: __class__", config_kind, lambda m, p: setattr(m.config, "__class__", Relu)),
     (
-        "settings: __dict__",
-        config_kind,
-        lambda m, p: setattr(m.config, "__dict__", {"kind": "relu"}),
-    ),
-    (
         "settings: __getattribute__",
         config_kind,
         sets(lambda m: Config, "__getattribute__", lambda c, n: "relu"),

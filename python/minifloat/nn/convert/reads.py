@@ -9,8 +9,10 @@ Values are compared by identity. Numbers, texts and tuples are also equal where 
 value are the same: True is not 1, and 0.0 is not -0.0.
 
 The list must not refer to the traced module, which keeps it: only Python's collector of cycles
-would free the parameters then. So None stands for the module. An object's dict is recorded by the
-object and a name, such as "__dict__" or "_modules", since another dict may take its place.
+would free the parameters then. So None stands for the module, and a dict of the module itself is
+recorded by its name: "__dict__" or "_modules". A submodule's dicts are recorded by name too, since
+others may take their place, but for __dict__: torch.compile has no guard of `part.__dict__`, only
+of the dict itself.
 
 torch.compile traces `is_unchanged` too: its comparisons become guards of the compiled code.
 """
@@ -41,8 +43,8 @@ class Reads(NamedTuple):
         attributes: (object, name, value): of classes, Python modules, partials and cells.
         functions: (function, __code__, __defaults__, __kwdefaults__) of those that ran.
         keys: (owner, name, keys) of dicts of which all keys were visited.
-        called: (module, its class, forward of its __dict__ or MISSING, forward and __call__ of its
-            class) of submodules that the forward calls.
+        called: (module, its class, its __dict__, the forward there or MISSING, the class's forward,
+            its __call__) of submodules that the forward calls.
         lacking: (object, or None for the module itself, name) that hasattr denies.
     """
 
@@ -50,7 +52,7 @@ class Reads(NamedTuple):
     attributes: tuple[tuple[Any, str, Any], ...] = ()
     functions: tuple[tuple[FunctionType, Any, Any, Any], ...] = ()
     keys: tuple[tuple[Any, str | None, tuple[Any, ...]], ...] = ()
-    called: tuple[tuple[nn.Module, type[nn.Module], Any, Any, Any], ...] = ()
+    called: tuple[tuple[nn.Module, type[nn.Module], dict[str, Any], Any, Any, Any], ...] = ()
     lacking: tuple[tuple[Any, str], ...] = ()
 
 
@@ -97,12 +99,12 @@ def is_unchanged(reads: Reads, module: nn.Module) -> bool:
         where = owner if place is None else getattr(module if owner is None else owner, place)
         if tuple(where) != keys:
             return False
-    for part, cls, own, forward, call in called:
+    for part, cls, instance, own, forward, call in called:
         if getattr(part, "__class__", None) is not cls or has_hooks(part):
             return False
         if cls.forward is not forward or cls.__call__ is not call:
             return False
-        if part.__dict__.get("forward", MISSING) is not own:
+        if instance.get("forward", MISSING) is not own:
             return False
     return not any([hasattr(module if owner is None else owner, name) for owner, name in lacking])
 

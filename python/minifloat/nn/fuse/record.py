@@ -64,7 +64,8 @@ class Record:
     def item_of(self, value: Any, name: str, key: str) -> Any:
         """Returns and records an item of a dict that is an attribute, MISSING if there is none."""
         found = getattr(value, name).get(key, MISSING)
-        self.item((self.owner(value), name), key, found)
+        is_dict = name == "__dict__" and value is not self.module  # as torch.compile needs it
+        self.item((value.__dict__, None) if is_dict else (self.owner(value), name), key, found)
         return found
 
     def keys(self, items: dict[Any, Any]) -> None:
@@ -129,5 +130,5 @@ class Record:
         """Records a submodule that is called."""
         cls = type(module)
         own = module.__dict__.get("forward", MISSING)
-        row = (module, cls, own, getattr(cls, "forward", MISSING), cls.__call__)
+        row = (module, cls, module.__dict__, own, getattr(cls, "forward", MISSING), cls.__call__)
         self.rows["called"].setdefault(id(module), row)
