@@ -403,3 +403,20 @@ def test_a_change_of_what_was_read(_, condition, change, monkeypatch):
 def test_values_that_differ(got, want, is_other):
     assert differs(got, want) == is_other
     assert not differs(want, want)
+
+
+OPAQUE = {
+    "flag": lambda m: m.flag,  # a cached property, whose value the trace does not know
+    "w1.weight.requires_grad": lambda m: m.w1.weight.requires_grad,
+    "w1.weight.ndim": lambda m: m.w1.weight.ndim == 2,
+    "w1.weight.grad": lambda m: m.w1.weight.grad is None,
+}
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_a_read_whose_value_is_not_known_is_left_out(name):
+    module = module_of(OPAQUE[name])
+    type(module).flag = functools.cached_property(lambda m: False)
+    type(module).flag.__set_name__(type(module), "flag")
+    report = mf.quantize_(nn.Sequential(module), "mxfp8", keep="nothing", fuse=True, verbose=False)
+    assert report.not_fused == [("0", f"its forward reads {name}")]
