@@ -2,8 +2,8 @@
 
 A trace (nn/fuse/trace.py) shows what a forward computes with the settings, submodules, functions
 and globals of that moment. `Reads` lists what the forward read, and what it looked for and did not
-find. `is_unchanged` compares the list with what is there now. So any later change is noticed,
-whoever made it.
+find. `is_unchanged` compares the list with what is there now, so it does not matter who made a
+change. One change is not seen: another dict that is assigned to an object's __dict__.
 
 Values are compared by identity. Numbers, texts and tuples are also equal where their class and
 value are the same: True is not 1, and 0.0 is not -0.0.
