@@ -22,9 +22,8 @@ std::int64_t value_count(const Quantized& q) {
   return q.batch * q.rows * q.spec.padded_cols(q.cols);
 }
 
-// Checks the sizes and the groups of a matrix of scales.
-void check_scales(const char* function, const ScaleMatrix& m, Memory& memory) {
-  check_device(function, m.device);
+// Checks the sizes of a matrix of scales and of its groups.
+void check_scale_sizes(const char* function, const ScaleMatrix& m) {
   check_sizes(function, m.batch, m.rows, m.cols);
   MINIFLOAT_CHECK(m.kind == ScaleGroups::kNone || m.kind == ScaleGroups::kAlongM ||
                       m.kind == ScaleGroups::kAlongK,
@@ -40,6 +39,13 @@ void check_scales(const char* function, const ScaleMatrix& m, Memory& memory) {
               m.kind == ScaleGroups::kAlongM ? m.cols + kSwizzleTileCols : 1);
   check_sizes(function, m.groups, kSwizzleTileCols,
               m.kind == ScaleGroups::kAlongK ? m.rows + kSwizzleTileRows : 1);
+}
+
+// Checks them and the groups' ends.
+void check_scales(const char* function, const ScaleMatrix& m, Memory& memory) {
+  check_device(function, m.device);
+  check_scale_sizes(function, m);
+  if (m.kind == ScaleGroups::kNone) return;
   memory.reads("the groups' ends", m.offsets, m.groups * 4, 4);
   if (m.device != Device::kCpu) return;  // offsets are not copied to the host
   const std::int64_t length = m.kind == ScaleGroups::kAlongM ? m.rows : m.cols;
@@ -161,6 +167,7 @@ void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t sig
 }
 
 std::int64_t ScaleMatrix::swizzled_bytes() const {
+  check_scale_sizes("swizzled_bytes", *this);
   if (kind == ScaleGroups::kAlongM) return swizzled_size_groups_m(rows, cols, groups);
   if (kind == ScaleGroups::kAlongK) return swizzled_size_groups_k(rows, cols, groups);
   return swizzled_size(rows, cols);

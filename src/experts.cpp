@@ -62,8 +62,11 @@ void check_gradients(const char* function, const SwiGlu& of, const SwiGluGradien
                   d.up ? "one without up" : "none");
   const MemoryRows gate = rows_like(function, of, d.gate, d.stride),
                    up = rows_like(function, of, d.up, d.stride);
-  if (!d.up) return memory.writes_rows("the gradient of gate", gate);
-  if (!of.is_interleaved) return memory.writes_rows("the gradient of gate", gate, "that of up", up);
+  if (!d.up || !of.is_interleaved) {
+    memory.writes_rows("the gradient of gate", gate);
+    if (d.up) memory.writes_rows("the gradient of up", up);
+    return;
+  }
   const auto between =
       reinterpret_cast<std::uintptr_t>(d.up) - reinterpret_cast<std::uintptr_t>(d.gate);
   MINIFLOAT_CHECK(

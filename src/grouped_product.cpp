@@ -1,10 +1,11 @@
 // minifloat/grouped_product.h: the checks before the kernels are called.
 #include "minifloat/grouped_product.h"
 
-#include <cstddef>
 #include <cstdint>
 #include <limits>
 
+#include "memory_checks.h"
+#include "minifloat/core/block.h"
 #include "minifloat/error.h"
 #if defined(MINIFLOAT_WITH_CUTLASS)
 #include "cuda/products/grouped.h"
@@ -17,23 +18,11 @@ bool has_blocks(const GroupedOperand& x) {
   return x.scales == GroupScales::k1x128 || x.scales == GroupScales::k128x128;
 }
 
-}  // namespace
-
-bool has_grouped_kernel(const GroupedOperand& a, const GroupedOperand& b, bool is_along_rows) {
-  if (a.elements == Elements::kBf16)
-    return b.elements == Elements::kBf16 && !has_blocks(a) && !has_blocks(b);
-  if (b.elements != Elements::kE4m3) return false;
-  if (has_blocks(a) || has_blocks(b))
-    return a.elements == Elements::kE4m3 && a.scales == GroupScales::k1x128 &&
-           b.scales == (is_along_rows ? GroupScales::k128x128 : GroupScales::k1x128);
-  return a.elements == Elements::kE4m3 || a.elements == Elements::kE5m2;
+bool is_known(GroupScales scales) {
+  return scales == GroupScales::kNone || scales == GroupScales::kGroups ||
+         scales == GroupScales::kRows || scales == GroupScales::k1x128 ||
+         scales == GroupScales::k128x128;
 }
-
-#if defined(MINIFLOAT_WITH_CUTLASS)
-
-bool has_grouped_products() { return true; }
-
-namespace {
 
 constexpr const char* kName = "grouped_product";
 
@@ -58,44 +47,69 @@ void check_groups(const GroupedProduct& p) {
                   unit);
 }
 
-// Requires memory at a multiple of `alignment` bytes.
-void check_address(const char* name, const void* address, std::size_t alignment) {
-  MINIFLOAT_CHECK(address && reinterpret_cast<std::uintptr_t>(address) % alignment == 0, kName,
-                  ": expected ", name, " at a multiple of ", alignment, " bytes, got ",
-                  address ? "another address" : "none");
+// Adds the memory of an operand.
+//   matrices: that are multiplied by themselves, 1 or one a group   scaled: those with scales
+void check_operand(const char* name, const char* scale_name, const GroupedOperand& x,
+                   const GroupedProduct& p, std::int64_t rows, std::int64_t matrices,
+                   std::int64_t scaled, Memory& memory) {
+  constexpr std::int64_t kBlock = 128;
+  memory.reads(name, x.values, matrices * rows * p.k * (x.elements == Elements::kBf16 ? 2 : 1), 16);
+  const std::int64_t blocks = ceil_div(p.k, kBlock);
+  const std::int64_t scales = x.scales == GroupScales::kNone     ? 0
+                              : x.scales == GroupScales::kGroups ? p.groups.count
+                              : x.scales == GroupScales::kRows   ? scaled * rows
+                              : x.scales == GroupScales::k1x128
+                                  ? rows * blocks
+                                  : matrices * ceil_div(rows, kBlock) * blocks;
+  memory.reads(scale_name, x.scale, scales * 4, 4);
 }
 
-void check_operand(const char* name, const char* scale_name, const GroupedOperand& x) {
-  check_address(name, x.values, 16);
-  if (x.scales != GroupScales::kNone) check_address(scale_name, x.scale, sizeof(float));
+void check_product(const GroupedProduct& p) {
+  const bool is_along_rows = p.groups.unit == 0;
+  check_groups(p);
+  check_lengths(p);
+  MINIFLOAT_CHECK(has_grouped_kernel(p.a, p.b, is_along_rows), kName,
+                  ": expected elements and scales that a kernel multiplies (has_grouped_kernel)");
+  MINIFLOAT_CHECK(!p.bias || is_along_rows, kName,
+                  ": expected no bias with groups along the contraction dimension");
+  const std::int64_t groups = p.groups.count;
+  Memory memory(kName);
+  memory.reads("the groups", p.groups.table, bytes_of_table(p.groups), 4);
+  check_operand("a", "the scale of a", p.a, p, p.m, 1, is_along_rows ? 1 : groups, memory);
+  check_operand("b", "the scale of b", p.b, p, p.n, is_along_rows ? groups : 1, groups, memory);
+  if (p.bias) memory.reads("bias", p.bias, groups * p.n * 2, 2);
+  memory.writes("out", p.out, (is_along_rows ? 1 : groups) * p.m * p.n * 2, 16);
+  memory.require_apart();
 }
 
 }  // namespace
 
-void grouped_product(const GroupedProduct& product, const Execution& execution) {
-  const auto& [a, b, groups, m, n, k, fast, bias, out] = product;
-  const bool is_along_rows = groups.unit == 0;
-  check_groups(product);
-  check_lengths(product);
-  MINIFLOAT_CHECK(has_grouped_kernel(a, b, is_along_rows), kName,
-                  ": expected elements and scales that a kernel multiplies (has_grouped_kernel)");
-  check_operand("a", "the scale of a", a);
-  check_operand("b", "the scale of b", b);
-  check_address("out", out, 16);
-  MINIFLOAT_CHECK(!bias || is_along_rows, kName,
-                  ": expected no bias with groups along the contraction dimension");
-  if (bias) check_address("bias", bias, sizeof(*bias));
-  cuda::grouped_product(product, execution);
+bool has_grouped_kernel(const GroupedOperand& a, const GroupedOperand& b, bool is_along_rows) {
+  if (!is_known(a.scales) || !is_known(b.scales)) return false;
+  if (a.elements == Elements::kBf16)
+    return b.elements == Elements::kBf16 && !has_blocks(a) && !has_blocks(b);
+  if (b.elements != Elements::kE4m3) return false;
+  if (has_blocks(a) || has_blocks(b))
+    return a.elements == Elements::kE4m3 && a.scales == GroupScales::k1x128 &&
+           b.scales == (is_along_rows ? GroupScales::k128x128 : GroupScales::k1x128);
+  return a.elements == Elements::kE4m3 || a.elements == Elements::kE5m2;
 }
 
+bool has_grouped_products() {
+#if defined(MINIFLOAT_WITH_CUTLASS)
+  return true;
 #else
-
-bool has_grouped_products() { return false; }
-
-void grouped_product(const GroupedProduct&, const Execution&) {
-  MINIFLOAT_CHECK(false, "grouped_product: expected a build with CUTLASS's headers, got none");
+  return false;
+#endif
 }
 
+void grouped_product(const GroupedProduct& product, [[maybe_unused]] const Execution& execution) {
+  check_product(product);
+#if defined(MINIFLOAT_WITH_CUTLASS)
+  cuda::grouped_product(product, execution);
+#else
+  fail(kName, ": expected a build with CUTLASS's headers, got none");
 #endif
+}
 
 }  // namespace minifloat

@@ -1,6 +1,7 @@
 #include "memory_checks.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "minifloat/core/block.h"
 
@@ -14,27 +15,24 @@ void Memory::require_address(const char* name, const void* at, std::int64_t alig
                   " bytes, got ", past, " bytes past one");
 }
 
-void Memory::add(const char* name, const void* at, std::int64_t bytes, std::int64_t alignment,
-                 bool is_written) {
-  if (bytes == 0) return;
-  require_address(name, at, alignment);
-  const auto begin = reinterpret_cast<std::uintptr_t>(at);
-  ranges_.push_back({begin, begin + static_cast<std::uintptr_t>(bytes), name, is_written});
+void Memory::add_to_many(const Range& range) {
+  if (many_.empty()) many_.assign(few_.begin(), few_.end());
+  many_.push_back(range);
 }
 
-Memory::Range Memory::range_of(const char* name, const MemoryRows& rows) const {
+void Memory::add_rows(const char* name, const MemoryRows& rows, bool is_written) {
   check_stride(function_, rows.count, rows.stride);
   require_address(name, rows.first, rows.alignment);
   const std::int64_t last = (rows.count - 1) * rows.stride;
   const auto first = reinterpret_cast<std::uintptr_t>(rows.first);
-  return {first + static_cast<std::uintptr_t>(std::min<std::int64_t>(last, 0)),
-          first + static_cast<std::uintptr_t>(std::max<std::int64_t>(last, 0) + rows.bytes), name,
-          false};
+  add({first + static_cast<std::uintptr_t>(std::min<std::int64_t>(last, 0)),
+       first + static_cast<std::uintptr_t>(std::max<std::int64_t>(last, 0) + rows.bytes),
+       rows.count > 1 ? static_cast<std::uintptr_t>(std::abs(rows.stride)) : 0,
+       static_cast<std::uintptr_t>(rows.bytes), name, is_written});
 }
 
 void Memory::reads_rows(const char* name, const MemoryRows& rows) {
-  if (rows.count * rows.bytes == 0) return;
-  ranges_.push_back(range_of(name, rows));
+  if (rows.count * rows.bytes != 0) add_rows(name, rows, false);
 }
 
 void Memory::writes_rows(const char* name, const MemoryRows& rows) {
@@ -42,48 +40,27 @@ void Memory::writes_rows(const char* name, const MemoryRows& rows) {
   MINIFLOAT_CHECK(rows.count <= 1 || rows.stride >= rows.bytes || rows.stride <= -rows.bytes,
                   function_, ": expected rows of ", name, " apart by their ", rows.bytes,
                   " bytes or more, got ", rows.stride);
-  Range range = range_of(name, rows);
-  range.is_written = true;
-  ranges_.push_back(range);
+  add_rows(name, rows, true);
 }
 
-void Memory::writes_rows(const char* name, const MemoryRows& rows, const char* other_name,
-                         const MemoryRows& other) {
-  writes_rows(name, rows);
-  writes_rows(other_name, other);
-  if (rows.count * rows.bytes == 0 || other.count * other.bytes == 0) return;
-  Range& merged = ranges_[ranges_.size() - 2];
-  const Range second = ranges_.back();
-  if (second.begin >= merged.end || merged.begin >= second.end || rows.count <= 1) return;
-  // Where the other's rows begin in a row of this one.
-  const std::int64_t pitch = std::abs(rows.stride);
-  const auto pitch_bytes = static_cast<std::uintptr_t>(pitch);
-  const auto a = reinterpret_cast<std::uintptr_t>(rows.first) % pitch_bytes,
-             b = reinterpret_cast<std::uintptr_t>(other.first) % pitch_bytes;
-  const auto at = static_cast<std::int64_t>((b + pitch_bytes - a) % pitch_bytes);
-  MINIFLOAT_CHECK(at >= rows.bytes && at + other.bytes <= pitch, function_, ": expected ", name,
-                  " and ", other_name, " side by side, got rows of ", rows.bytes, " and ",
-                  other.bytes, " bytes that begin ", at, " of ", pitch, " bytes apart");
-  merged.begin = std::min(merged.begin, second.begin);
-  merged.end = std::max(merged.end, second.end);
-  ranges_.pop_back();
+// Returns whether rows of b lie between rows of a, which begins first.
+bool Memory::are_side_by_side(const Range& a, const Range& b) {
+  if (a.stride == 0 || a.stride != b.stride) return false;
+  const std::uintptr_t at = (b.begin - a.begin) % a.stride;
+  return at >= a.bytes && at + b.bytes <= a.stride;
 }
 
 void Memory::require_apart() {
-  std::sort(ranges_.begin(), ranges_.end(),
+  const std::span<Range> ranges = many_.empty() ? std::span(few_.data(), count_) : std::span(many_);
+  std::sort(ranges.begin(), ranges.end(),
             [](const Range& a, const Range& b) { return a.begin < b.begin; });
-  // Of the ranges before: the one that ends last, and the one of those written.
-  const Range* last = nullptr;
-  const Range* last_written = nullptr;
-  for (const Range& range : ranges_) {
-    const Range* const before = range.is_written ? last : last_written;
-    MINIFLOAT_CHECK(!before || before->end <= range.begin, function_,
-                    ": expected memory of its own for what is written, got ", before->name, " and ",
-                    range.name, " that overlap");
-    if (!last || range.end > last->end) last = &range;
-    if (range.is_written && (!last_written || range.end > last_written->end)) last_written = &range;
-  }
-  ranges_.clear();
+  for (auto a = ranges.begin(); a != ranges.end(); ++a)
+    for (auto b = a + 1; b != ranges.end() && b->begin < a->end; ++b)
+      MINIFLOAT_CHECK(!(a->is_written || b->is_written) || are_side_by_side(*a, *b), function_,
+                      ": expected memory of its own for what is written, got ", a->name, " and ",
+                      b->name, " that overlap");
+  count_ = 0;
+  many_.clear();
 }
 
 void check_dtype(const char* function, DType dtype) {

@@ -3,7 +3,9 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "minifloat/error.h"
@@ -20,7 +22,7 @@ struct MemoryRows {
 
 class Memory {
  public:
-  explicit Memory(const char* function) : function_(function) { ranges_.reserve(24); }
+  explicit Memory(const char* function) : function_(function) {}
 
   // Require memory of `bytes` bytes, which the call reads or writes; null: none is there.
   //   alignment: bytes, a power of two
@@ -30,30 +32,44 @@ class Memory {
   void writes(const char* name, const void* at, std::int64_t bytes, std::int64_t alignment = 1) {
     add(name, at, bytes, alignment, true);
   }
-  // Require rows. Those that are read may overlap, those that are written may not.
+  // Require rows. Those that are read may overlap, those that are written may not. Rows of one
+  // stride may lie side by side with other rows.
   void reads_rows(const char* name, const MemoryRows& rows);
   void writes_rows(const char* name, const MemoryRows& rows);
-  // Requires rows of two kinds that are written: in memories of their own, or side by side in rows
-  // of one memory. They have one count and one stride.
-  void writes_rows(const char* name, const MemoryRows& rows, const char* other_name,
-                   const MemoryRows& other);
 
-  // Requires that no range which is written overlaps another, and forgets all. The last check.
+  // Requires that nothing which is written overlaps anything else, and forgets all. The last check.
   void require_apart();
 
  private:
+  // The bytes [begin, end): rows of `bytes` bytes, `stride` > 0 apart, or one of all.
   struct Range {
-    std::uintptr_t begin, end;
+    std::uintptr_t begin, end, stride, bytes;
     const char* name;
     bool is_written;
   };
   void add(const char* name, const void* at, std::int64_t bytes, std::int64_t alignment,
-           bool is_written);
+           bool is_written) {
+    if (bytes == 0) return;
+    require_address(name, at, alignment);
+    const auto begin = reinterpret_cast<std::uintptr_t>(at);
+    add({begin, begin + static_cast<std::uintptr_t>(bytes), 0, 0, name, is_written});
+  }
+  void add(const Range& range) {
+    if (count_ < few_.size())
+      few_[count_++] = range;
+    else
+      add_to_many(range);
+  }
+  void add_to_many(const Range& range);
+  void add_rows(const char* name, const MemoryRows& rows, bool is_written);
   void require_address(const char* name, const void* at, std::int64_t alignment) const;
-  Range range_of(const char* name, const MemoryRows& rows) const;
+  static bool are_side_by_side(const Range& a, const Range& b);
 
+  // Most calls have few ranges: no memory is allocated for those.
   const char* function_;
-  std::vector<Range> ranges_;
+  std::array<Range, 16> few_;
+  std::size_t count_ = 0;    // of few_
+  std::vector<Range> many_;  // those past few_; with them, all
 };
 
 inline std::int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }

@@ -117,10 +117,8 @@ AmaxGrid amax_grid(const Spec& spec, bool columnwise, std::int64_t rows, std::in
 void partial_amax(std::span<const PartialCast> casts, Device device, const Execution& execution) {
   check_device("partial_amax", device);
   Memory memory("partial_amax");
-  for (const PartialCast& cast : casts) {
-    check_cast("partial_amax", cast, memory);
-    memory.require_apart();
-  }
+  for (const PartialCast& cast : casts) check_cast("partial_amax", cast, memory);
+  memory.require_apart();
   MINIFLOAT_ON(device, partial_amax(casts, execution));
 }
 
@@ -134,8 +132,8 @@ void choose_scales(std::span<const PartialCast> casts, Device device, const Exec
       check_blocks("choose_scales", cast, memory);
       read.push_back(cast);
     }
-    memory.require_apart();
   }
+  memory.require_apart();
   choose_on(device, read, execution);
 }
 
@@ -145,8 +143,8 @@ void partial_cast(std::span<const PartialCast> casts, Device device, const Execu
   for (const PartialCast& cast : casts) {
     check_cast("partial_cast", cast, memory);
     check_outputs(cast, memory);
-    memory.require_apart();
   }
+  memory.require_apart();
   choose_on(device, casts_to_choose(casts), execution);
   MINIFLOAT_ON(device, partial_cast(casts, execution));
 }
@@ -166,15 +164,15 @@ void transpose_many(std::span<const Transpose> matrices, Device device,
     };
     memory.reads("a matrix", m.from, bytes(m.rows, m.cols), m.bits == 32 ? 4 : 1);
     memory.writes("its transpose", m.to, bytes(m.cols, m.rows), m.bits == 32 ? 4 : 1);
-    memory.require_apart();
   }
+  memory.require_apart();
   MINIFLOAT_ON(device, transpose_many(matrices, execution));
 }
 
 void copy_many(std::span<const Copy> copies, Device device, const Execution& execution) {
   check_device("copy_many", device);
   Memory memory("copy_many");
-  for (const Copy& c : copies) {
+  for (const Copy& c : copies) {  // of two, both may write the same bytes to one place
     check_size("copy_many", "bytes", c.bytes);
     memory.reads("bytes", c.from, c.bytes);
     memory.writes("their copy", c.to, c.bytes);

@@ -171,8 +171,9 @@ void check_row_bytes(const TensorRef& x, const Operand& operand, bool columnwise
       operand.row_bytes >= std::max(codes, scales) && operand.row_bytes % spec.scale_bytes() == 0,
       "quantize: expected row_bytes of ", std::max(codes, scales), " or more, a multiple of ",
       spec.scale_bytes(), ", got ", operand.row_bytes);
-  memory.writes_rows("codes", {operand.codes, operand.codes ? x.rows : 0, codes, operand.row_bytes},
-                     "scales",
+  const std::int64_t rows = operand.codes ? x.rows : 0;  // null: the values alone
+  memory.writes_rows("codes", {operand.codes, rows, codes, operand.row_bytes});
+  memory.writes_rows("scales",
                      {operand.scale, x.rows, scales, operand.row_bytes, spec.scale_bytes()});
 }
 
@@ -198,16 +199,12 @@ void check_forms(const Operand& operand, bool columnwise) {
       spec.str(), columnwise ? " columnwise" : "");
 }
 
-// Adds the entries of an amax history. Those of two operands may take turns in one memory, so
-// entries that lie apart are no range.
+// Adds the entries of an amax history. Those of two operands may take turns in one memory.
 void check_history(const HistoryEntries& history, std::int64_t count, Memory& memory) {
   if (!history.first || count == 0) return;
   check_stride("quantize", count, history.stride);
-  MINIFLOAT_CHECK(count == 1 || history.stride != 0,
-                  "quantize: expected an entry of a history for each of ", count,
-                  " parts, got a stride of 0");
-  const bool is_range = count == 1 || history.stride == 1;
-  memory.writes("a history", history.first, is_range ? count * std::int64_t{4} : 4, 4);
+  memory.writes_rows("entries of a history",
+                     {history.first, count, 4, count > 1 ? history.stride * 4 : 0, 4});
 }
 
 void check_operand(const TensorRef& x, const Operand& operand, bool columnwise, Memory& memory) {

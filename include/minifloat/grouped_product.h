@@ -30,7 +30,7 @@ struct GroupedOperand {
 // Along rows (unit 0): a (m, k), whose rows lie in groups, times b (groups, n, k)ᵀ, to out (m, n).
 // Along the contraction dimension: a (m, k) times b (n, k)ᵀ, whose columns lie in groups, to out
 // (groups, m, n). Rows of a, b and out start at multiples of 16 bytes: the lengths and addresses
-// are checked, the memory behind them is not.
+// are checked before anything runs, and that `out` shares no memory with what is read.
 struct GroupedProduct {
   GroupedOperand a, b;
   GroupTable groups;

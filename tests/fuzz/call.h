@@ -1,6 +1,14 @@
 // One call of the C++ API as the fuzzer draws it: legal arguments in memory of their exact size,
 // and the faults that a caller could put into them. Each fault must raise Error, with no byte of
 // memory changed.
+//
+// A function is a struct of its arguments, which says how they are drawn and how it is called:
+//
+//     struct CopyRows : Named<"copy_rows"> {
+//       Rows from;
+//       void draw(Call& call) { from.count = call.length(), call.input("from", from.data, ...); }
+//       void run() const { copy_rows(from); }
+//     };
 #pragma once
 
 #include <algorithm>
@@ -11,12 +19,12 @@
 #include <initializer_list>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "minifloat/spec.h"
-#include "minifloat/tensor_ref.h"
+#include "minifloat/quantize.h"
 
 namespace minifloat::fuzz {
 
@@ -33,20 +41,26 @@ class Draws {
   T one_of(std::initializer_list<T> list) {
     return list.begin()[below(static_cast<std::int64_t>(list.size()))];
   }
-  std::int64_t size() { return one_of<std::int64_t>({0, 1, 2, 3, 15, 16, 17, 33, 64, 128, 130}); }
+  std::int64_t length() { return one_of<std::int64_t>({0, 1, 2, 3, 15, 16, 17, 33, 64, 128, 130}); }
+  DType dtype() { return one_in(2) ? DType::kFloat32 : DType::kBFloat16; }
+  Spec spec();                    // any but bf16
+  Spec spec(const TensorRef& x);  // that takes x: no blocks of several rows in groups
+  Spec spec_of(std::initializer_list<const char*> texts) { return Spec::parse(one_of(texts)); }
 
  private:
   std::uint64_t state_;
 };
 
+inline std::int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
 // Memory of exactly `size` bytes. The sanitizer sees an access outside of it; without one it lies
 // between guards.
 class Block {
  public:
-  Block(std::int64_t size, Draws& draw) : size_(static_cast<std::size_t>(size)) {
+  Block(std::int64_t size, Draws& draws) : size_(static_cast<std::size_t>(size)) {
     memory_.reset(static_cast<std::uint8_t*>(std::malloc(size_ + 2 * kGuard)));
     std::memset(memory_.get(), kFill, size_ + 2 * kGuard);
-    for (std::size_t i = 0; i < size_; ++i) begin()[i] = static_cast<std::uint8_t>(draw.next());
+    for (std::size_t i = 0; i < size_; ++i) begin()[i] = static_cast<std::uint8_t>(draws.next());
   }
   std::uint8_t* begin() const { return memory_.get() + kGuard; }
   std::size_t size() const { return size_; }
@@ -75,138 +89,176 @@ struct Fault {
   std::function<void()> commit;
 };
 
-class Call {
+template <class T>  // of an element; of memory without a type, a byte's
+constexpr std::int64_t kSize = sizeof(std::conditional_t<std::is_void_v<T>, char, T>);
+
+class Call : public Draws {
  public:
-  Call(std::string function, Draws& draws) : name(std::move(function)), draw(draws) {}
+  explicit Call(const Draws& draws) : Draws(draws) {}
 
   // Returns memory for `count` numbers of random bits.
   template <class T>
   T* memory(std::int64_t count) {
-    blocks.emplace_back(count * static_cast<std::int64_t>(sizeof(T)), draw);
+    blocks.emplace_back(count * kSize<T>, *this);
     return reinterpret_cast<T*>(blocks.back().begin());
   }
-  // Returns an object that lives as long as the call.
-  template <class T>
-  T& object(T value = {}) {
-    const auto held = std::make_shared<T>(std::move(value));
-    objects_.push_back(held);
-    return *held;
-  }
-  void fault(std::string what, std::function<void()> commit) {
-    faults.push_back({std::move(what), std::move(commit)});
-  }
 
-  // Allocates what `to` points to, and adds the faults of that pointer where it has bytes.
-  //   is_optional: null is legal
+  // ---- Memory: allocates what `to` points to, and adds the faults of that pointer ---------------
+  //   size: of an element, also its alignment
   template <class T>
-  void input(const char* what, T*& to, std::int64_t count, bool is_optional = false) {
-    using Value = std::remove_const_t<T>;
-    allocate<Value>(what, to, count, is_optional, false);
+  void input(const char* what, T*& to, std::int64_t count, std::int64_t size = kSize<T>) {
+    place(what, to, memory<std::uint8_t>(count * size), count * size, size, false);
   }
   template <class T>
-  void output(const char* what, T*& to, std::int64_t count, bool is_optional = false) {
-    allocate<T>(what, to, count, is_optional, true);
+  void output(const char* what, T*& to, std::int64_t count, std::int64_t size = kSize<T>) {
+    place(what, to, memory<std::uint8_t>(count * size), count * size, size, true);
   }
-  // The same for memory without a type, of elements of `size` bytes.
-  void input(const char* what, const void*& to, std::int64_t count, std::int64_t size) {
-    place(what, to, memory<std::uint8_t>(count * size), count * size, size, false, false);
-  }
-  void output(const char* what, void*& to, std::int64_t count, std::int64_t size) {
-    place(what, to, memory<std::uint8_t>(count * size), count * size, size, false, true);
+  // The same for memory that may be null, and sometimes is.
+  template <class T>
+  void optional(const char* what, T*& to, std::int64_t count) {
+    if (one_in(3)) return;
+    std::is_const_v<T> ? input(what, to, count) : output(what, to, count);
+    drop(what, " null");
   }
   // Adds the faults of a pointer to memory that is there.
   template <class T>
   void place(const char* what, T*& to, void* at, std::int64_t bytes, std::int64_t alignment,
-             bool is_optional, bool is_output) {
+             bool is_output) {
     to = static_cast<T*>(at);
     if (bytes == 0) return;
-    if (!is_optional) fault(std::string(what) + " null", [&to] { to = nullptr; });
+    const std::function<void(std::uint8_t*)> move = [&to](std::uint8_t* place) {
+      to = static_cast<T*>(static_cast<void*>(place));
+    };
+    const Range range = {what, static_cast<std::uint8_t*>(at), bytes, alignment, is_output, move};
+    fault(range.name + " null", [&to] { to = nullptr; });
     if (alignment > 1)
-      fault(std::string(what) + " at an odd address",
-            [&to, at] { to = reinterpret_cast<T*>(reinterpret_cast<std::uintptr_t>(at) + 1); });
+      fault(range.name + " at an odd address", [move, at = range.begin + 1] { move(at); });
     // What is written is moved, never what is read: an index would be shorter there than it is.
-    const std::function<void(void*)> move = [&to](void* place) { to = static_cast<T*>(place); };
     for (const Range& other : ranges_) {
       if (is_output)
-        fault(std::string(what) + " in the place of " + other.name,
-              [move, place = other.begin] { move(place); });
+        add_overlaps(range, other);
       else if (other.is_output)
-        fault(other.name + " in the place of " + what, [move = other.move, at] { move(at); });
+        add_overlaps(other, range);
     }
-    ranges_.push_back({what, at, is_output, move});
+    ranges_.push_back(range);
   }
   // Ends the memory that later outputs must not share.
   void forget_places() { ranges_.clear(); }
-  // Adds the faults of a size: no memory has it.
-  template <class T>
-  void size(const char* what, T& n) {
-    for (const std::int64_t bad : {std::int64_t{-1}, INT64_MIN, INT64_MAX, std::int64_t{1} << 49})
-      if (sizeof(T) == 8 || bad < 0)
-        fault(std::string(what) + " " + std::to_string(bad),
-              [&n, bad] { n = static_cast<T>(sizeof(T) == 8 || bad == -1 ? bad : INT32_MIN); });
+
+  // ---- Faults of other arguments ----------------------------------------------------------------
+  void fault(std::string what, std::function<void()> commit) {
+    faults.push_back({std::move(what), std::move(commit)});
   }
-  template <class E>
-  void choice(const char* what, E& e) {
-    fault(std::string(what) + " unknown", [&e] { e = static_cast<E>(77); });
+  // Drops faults that are legal: those of a name, and of what follows it.
+  void drop(const char* name, const char* rest = "") {
+    const std::string begin = std::string(name) + rest;
+    std::erase_if(faults, [&](const Fault& f) { return f.name.starts_with(begin); });
+  }
+  // Adds values that are not legal.
+  template <class T>
+  void bad(const char* what, T& field, std::initializer_list<std::type_identity_t<T>> values) {
+    for (const T& value : values) fault(what, [&field, value] { field = value; });
+  }
+  // Adds those of enums, and of sizes: no memory has them.   what: the fields' names
+  template <class... T>
+  void wrong(std::string_view what, T&... field) {
+    (add_wrong(cut(what), field), ...);
   }
   // Adds a stride that spans more than any memory, of rows that are there.
   void stride(const char* what, std::int64_t& stride, std::int64_t rows) {
-    if (rows <= 1) return;
-    for (const std::int64_t bad : {INT64_MIN, INT64_MAX, std::int64_t{1} << 51})
-      fault(std::string(what) + " " + std::to_string(bad), [&stride, bad] { stride = bad; });
+    if (rows > 1) bad(what, stride, {INT64_MIN, INT64_MAX, std::int64_t{1} << 51});
   }
   // Fills an index with numbers of [least, end), and adds faults of the first `used` ones.
   void fill_index(const char* what, const std::int32_t* index, std::int64_t count,
                   std::int64_t least, std::int64_t end, std::int64_t used) {
     auto* const to = const_cast<std::int32_t*>(index);
     for (std::int64_t i = 0; i < count; ++i)
-      to[i] = static_cast<std::int32_t>(least + draw.below(std::max<std::int64_t>(end - least, 1)));
+      to[i] = static_cast<std::int32_t>(least + below(std::max<std::int64_t>(end - least, 1)));
     if (used == 0) return;
-    const std::int64_t at = draw.below(used);
-    for (const std::int64_t bad :
-         {end, end + 1000, least - 1, std::int64_t{INT32_MIN}, std::int64_t{INT32_MAX}})
-      fault(std::string(what) + " with " + std::to_string(bad),
-            [to, at, bad] { to[at] = static_cast<std::int32_t>(bad); });
+    std::int32_t& entry = to[below(used)];
+    for (const std::int64_t value : {end, end + 1000, least - 1})
+      bad(what, entry, {static_cast<std::int32_t>(value)});
+    bad(what, entry, {INT32_MIN, INT32_MAX});
   }
+  void spoil_spec(Spec& spec);
+  // Draws a table of groups of `rows` rows, with its faults.
+  void groups(GroupTable& groups, std::int64_t rows);
 
-  std::string name;
-  Draws& draw;
   std::vector<Block> blocks;
   std::vector<Fault> faults;
   std::function<void()> run;
-  bool is_legal = true;  // without a fault
+  std::string refusal;  // what the Error of legal arguments says; "": they have none
 
  private:
   struct Range {
     std::string name;
-    void* begin;
+    std::uint8_t* begin;
+    std::int64_t bytes, alignment;
     bool is_output;
-    std::function<void(void*)> move;
+    std::function<void(std::uint8_t*)> move;
   };
-  template <class Value, class T>
-  void allocate(const char* what, T*& to, std::int64_t count, bool is_optional, bool is_output) {
-    if (is_optional && draw.one_in(3)) {
-      to = nullptr;
-      return;
-    }
-    place(what, to, memory<Value>(count), count * static_cast<std::int64_t>(sizeof(Value)),
-          static_cast<std::int64_t>(alignof(Value)), is_optional, is_output);
+  // Adds the faults of an output in other memory: at its begin, and at its last element.
+  void add_overlaps(const Range& output, const Range& other) {
+    const std::int64_t last = (other.bytes - 1) / output.alignment * output.alignment;
+    const auto add = [&](const char* where, std::uint8_t* at) {
+      fault(output.name + where + other.name, [move = output.move, at] { move(at); });
+    };
+    add(" in the place of ", other.begin);
+    if (last > 0) add(" at the end of ", other.begin + last);
   }
-  std::vector<std::shared_ptr<void>> objects_;
+  template <class T>
+  void add_wrong(const std::string& what, T& field) {
+    if constexpr (std::is_enum_v<T>)
+      bad(what.c_str(), field, {static_cast<T>(77)});
+    else
+      bad(what.c_str(), field, {-1, INT64_MIN, INT64_MAX, std::int64_t{1} << 49});
+  }
+  // Takes the first of names that ", " parts.
+  static std::string cut(std::string_view& names) {
+    const std::string_view name = names.substr(0, names.find(", "));
+    names.remove_prefix(std::min(names.size(), name.size() + 2));
+    return std::string(name);
+  }
+
   std::vector<Range> ranges_;
 };
 
-// ---- Parts of calls that several functions take (casts.cpp) -------------------------------------
-Spec draw_spec(Draws& draw);
-void spoil_spec(Call& call, Spec& spec);
-inline std::int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
-// Draws a table of groups of `rows` rows, with its faults.
-void add_groups(Call& call, GroupTable& groups, std::int64_t rows);
+// ---- Functions ----------------------------------------------------------------------------------
+template <std::size_t kLength>
+struct Text {
+  char text[kLength];
+  consteval Text(const char (&from)[kLength]) { std::copy_n(from, kLength, text); }
+};
+template <Text kText>
+struct Named {
+  static constexpr const char* kFunction = kText.text;
+};
+
+struct Function {
+  std::string name;
+  std::function<void(Call&)> draw;  // the arguments and `run`
+};
+template <class... Arguments>
+std::vector<Function> functions() {
+  return {{Arguments::kFunction, [](Call& call) {
+             const auto arguments = std::make_shared<Arguments>();
+             arguments->draw(call);
+             call.run = [arguments] { arguments->run(); };
+           }}...};
+}
+extern const std::vector<Function> kCasts, kCodes, kExperts, kShards, kProducts;
+
+// ---- Parts of calls that several functions take (cast_calls.cpp) --------------------------------
 // Draws values: a matrix, a batch of some, or either or a matrix in groups.
 enum class Values { kMatrix, kBatch, kAny };
 void add_values(Call& call, TensorRef& x, Values values);
-
-using MakeCall = Call (*)(Draws& draw);
-extern const std::vector<MakeCall> kCastCalls, kCodeCalls, kExpertCalls, kShardCalls;
+// Draws the outputs of one direction of x under to.spec.
+void add_operand(Call& call, const TensorRef& x, Operand& to, bool columnwise);
+// Draws those of a cast of x in either direction or both.
+struct Directions {
+  Operand row, col;
+  const Operand *to_row = nullptr, *to_col = nullptr;
+  void draw_casts(Call& call, const TensorRef& x);
+};
 
 }  // namespace minifloat::fuzz

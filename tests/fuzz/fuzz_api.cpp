@@ -33,42 +33,41 @@ std::string wrong_with(Call& call, bool has_fault) {
   }
   for (const Block& block : call.blocks)
     if (!block.guards_hold()) return "wrote outside of its memory";
-  if (!has_fault) return is_thrown ? "refused legal arguments: " + error : "";
-  if (!is_thrown) return "raised no Error";
+  const bool is_refusal = !call.refusal.empty() && error.find(call.refusal) != std::string::npos;
+  if (!has_fault) return is_thrown && !is_refusal ? "refused legal arguments: " + error : "";
+  if (!is_thrown || is_refusal) return "raised no Error of its own";
   return bytes_of(call) == before ? "" : "wrote before its Error: " + error;
 }
 
 int fuzz(std::int64_t calls, std::uint64_t seed, const std::string& part) {
-  std::vector<MakeCall> makers;
-  for (const auto* list : {&kCastCalls, &kCodeCalls, &kExpertCalls, &kShardCalls})
-    makers.insert(makers.end(), list->begin(), list->end());
-  std::set<std::string> seen, functions;
+  std::vector<Function> functions;
+  for (const auto* list : {&kCasts, &kCodes, &kExperts, &kShards, &kProducts})
+    functions.insert(functions.end(), list->begin(), list->end());
+  std::set<std::string> seen, called;
   for (std::int64_t i = 0; i < calls; ++i) {
-    Draws draw(seed + static_cast<std::uint64_t>(i));
-    draw.next();
-    Call call = makers[static_cast<std::size_t>(i) % makers.size()](draw);
-    std::string name = call.name;
-    const bool has_fault = !call.faults.empty() && !draw.one_in(5);
-    if (has_fault) {
-      const auto at =
-          static_cast<std::size_t>(draw.below(static_cast<std::int64_t>(call.faults.size())));
-      name += " with " + call.faults[at].name;
-      if (name.find(part) == std::string::npos) continue;
-      call.faults[at].commit();
-    } else if (name.find(part) == std::string::npos) {
-      continue;
-    }
-    functions.insert(call.name);
+    Draws draws(seed + static_cast<std::uint64_t>(i));
+    draws.next();
+    const Function& function = functions[static_cast<std::size_t>(i) % functions.size()];
+    Call call(draws);
+    function.draw(call);
+    std::string name = function.name;
+    const bool has_fault = !call.faults.empty() && !call.one_in(5);
+    const auto at = has_fault ? call.below(static_cast<std::int64_t>(call.faults.size())) : 0;
+    const Fault* const fault = has_fault ? &call.faults[static_cast<std::size_t>(at)] : nullptr;
+    if (fault) name += " with " + fault->name;
+    if (name.find(part) == std::string::npos) continue;
+    if (fault) fault->commit();
+    called.insert(function.name);
     seen.insert(name);
     if (std::getenv("FUZZ_API_NAMES")) std::fprintf(stderr, "%s\n", name.c_str());
-    const std::string wrong = wrong_with(call, has_fault || !call.is_legal);
+    const std::string wrong = wrong_with(call, has_fault);
     if (wrong.empty()) continue;
     std::printf("fuzz_api: %s %s (seed %llu)\n", name.c_str(), wrong.c_str(),
                 static_cast<unsigned long long>(seed + static_cast<std::uint64_t>(i)));
     return 1;
   }
   std::printf("fuzz_api: %lld calls of %zu functions with %zu faults, nothing wrong\n",
-              static_cast<long long>(calls), functions.size(), seen.size());
+              static_cast<long long>(calls), called.size(), seen.size());
   return 0;
 }
 
