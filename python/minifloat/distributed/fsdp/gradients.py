@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ..._native import ops
 from ...checks import require_int, require_module
 from ...nn.names import clean_name, join, unwrapped
-from ...nn.state.random_state import GRADIENT_RNG, RngState, Running
+from ...nn.state.random_state import GRADIENT_RNG, Place, RngState
 from ...spec import Spec
 from ..handshake import require_same
 from .private_state import UnknownFsdpError, groups_of, policy_of
@@ -114,7 +114,7 @@ class ReduceScatterOfCodes:
         All modules of a step have one count. It begins with the first module that draws again.
         """
         state = self.shared.state
-        if state.is_spent(self, device):
+        if state.running.is_spent(self, device):
             state.begin(True, device)
         state.running.drawn.add(self)
         rng = cast(Tensor, state.running.current).clone()
@@ -191,7 +191,7 @@ def quantize_gradients_(model: nn.Module, spec: str = "e4m3/1x128+sr", *, seed: 
     parsed = Spec.parse(spec)
     ops.message_bytes(parsed.text, 0)  # raises for a spec that messages cannot have
     state = RngState(require_int("quantize_gradients_: seed", seed), rank=0)
-    state.running = Running()  # several threads reduce the gradients of one step
+    state.place = Place()  # several threads reduce the gradients of one step
     shared = GradientCodes(parsed, state, weakref.ref(model))
     modules = list(sharded_modules(model))
     if not modules:

@@ -32,7 +32,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import count
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -43,6 +42,7 @@ from ...checks import require_int
 from ..names import clean_name, join, unwrapped
 from .recomputation import Draws, Replay, Replays, eager_alone, functions_around
 
+CPU, META = torch.device("cpu"), torch.device("meta")  # compared faster than the names of types
 GRADIENT_RNG = "gradient_rng"  # the attribute of a model with its RngState of gradients
 
 
@@ -101,8 +101,22 @@ class Running:
         self.copies: dict[torch.device, Tensor] = {}
         self.drawn: set[object] = set()
 
+    @eager_alone
+    def is_spent(self, drawer: object, device: torch.device) -> bool:
+        """Tells whether a drawer needs a new count: none is there, or it is of another capture."""
+        is_here = self.current is not None and drawer not in self.drawn
+        return not is_here or self.is_captured != is_capturing(device)
 
-class RunningOfThread(Running, threading.local):
+
+class Place:
+    """Where the running forward of an RngState is: one of all threads."""
+
+    @eager_alone
+    def __init__(self) -> None:
+        self.running = Running()
+
+
+class PlaceOfThread(Place, threading.local):
     """The same in each thread: its forwards are those that it runs."""
 
 
@@ -122,7 +136,7 @@ def functions_of_training(
     Returns:
         Their numbers in autograd's order. None: no backward pass may follow.
     """
-    if not is_training or (device is not None and device.type == "meta"):
+    if not is_training or device == META:
         return None
     if torch.is_grad_enabled():
         return ()
@@ -147,7 +161,7 @@ class RngState:
     def _prepare(self) -> None:
         """Sets what a copy does not share."""
         self.agreed: set[str] = set()  # groups whose ranks were seen to share the seed
-        self.running: Running = RunningOfThread()
+        self.place: Place = PlaceOfThread()
         self.replays = Replays()
         self.lock = threading.Lock()  # of the tensor's place
 
@@ -159,9 +173,15 @@ class RngState:
         self.tensor = as_normal(self.tensor)
         self._prepare()
 
+    @property
+    @eager_alone
+    def running(self) -> Running:
+        """The running forward of this thread."""
+        return self.place.running
+
     @eager_alone
     def to(self, device: torch.device) -> None:
-        if device.type != "meta" and self.tensor.device != device:
+        if self.tensor.device != device and device != META:
             self.tensor = as_normal(self.tensor.to(device))
 
     @eager_alone
@@ -192,13 +212,6 @@ class RngState:
         running.begin(current, is_advanced)
         return current
 
-    @eager_alone
-    def is_spent(self, drawer: object, device: torch.device) -> bool:
-        """Tells whether a drawer needs a new count: none is there, or it is of another capture."""
-        running = self.running
-        is_here = running.current is not None and drawer not in running.drawn
-        return not is_here or running.is_captured != is_capturing(device)
-
     def draw(self, draws: Draws, device: torch.device, is_training: bool) -> Tensor:
         """Returns (seed, count) of one forward of a layer, in memory that is not written to again.
 
@@ -220,17 +233,22 @@ class RngState:
             repeated = None if replay is None else replay.next(draws)
             if repeated is not None:
                 return repeated
-        is_alone = running.current is None
-        if not running.is_advanced or self.is_spent(draws, device):
-            self.begin(True, device)
-        if device not in running.copies:
-            running.copies[device] = cast(Tensor, running.current).to(device)
-        rng = running.copies[device]
-        draws.record(rng, running.thread, functions)
-        if is_alone:
-            running.close()
+        if running.current is None:  # the layer is called by itself
+            with self.lock:
+                self.to(device)
+                rng = self.advance()
+            if running.replay is not None:
+                running.close()
         else:
+            if not running.is_advanced or running.is_spent(draws, device):
+                self.begin(True, device)
+            rng = running.current
+            if rng.device != device:
+                if device not in running.copies:
+                    running.copies[device] = rng.to(device)
+                rng = running.copies[device]
             running.drawn.add(draws)
+        draws.record(rng, running.thread, functions)
         return rng
 
     def trace(self, is_training: bool) -> Tensor:
@@ -263,7 +281,7 @@ class RngState:
 @eager_alone
 def is_capturing(device: torch.device) -> bool:
     """Tells whether a CUDA graph is captured."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device != CPU and device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class AdvanceRng:
@@ -321,8 +339,9 @@ class AdvanceRng:
     @eager_alone
     def after(self, module: nn.Module, args: object, output: object) -> None:
         """Ends the forward that `before` began, also where it raised an exception."""
-        if self.state.running.outermost is self:
-            self.state.running.close()
+        running = self.state.running
+        if running.outermost is self:
+            running.close()
 
 
 def add_hooks(root: nn.Module, state: RngState, layers: Sequence[nn.Module]) -> None:
