@@ -1,6 +1,7 @@
 """Every class `…Experts` of the installed transformers: equal after conversion, or left out."""
 
 import copy
+from functools import partial
 from types import SimpleNamespace
 
 import minifloat as mf
@@ -108,6 +109,89 @@ def test_a_class_whose_code_is_patched_is_compared(monkeypatch):
     assert why.startswith("differs from minifloat's by 0.5 of")
 
 
+class Clamped(nn.SiLU):
+    """Differs from SiLU for large values alone."""
+
+    def forward(self, x):
+        return super().forward(x.clamp(max=100))
+
+
+class Counting(nn.SiLU):
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+class OfTokens(nn.Module):
+    """Reads other tokens, of which an expert has others than all experts together."""
+
+    def forward(self, x):
+        return x * torch.softmax(x, 0)
+
+
+class Scaled(nn.SiLU):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def hooked() -> nn.Module:
+    act = nn.SiLU()
+    act.register_forward_hook(lambda *args: args[-1].clamp(max=100))
+    return act
+
+
+def patched() -> nn.Module:
+    act = nn.SiLU()
+    act.forward = lambda x: nn.functional.silu(x.clamp(max=100))
+    return act
+
+
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.dropout(x, 0.5)
+
+
+FOREIGN = {  # part of the reason, or None: equal
+    "clamped": (Clamped, None),
+    "counting": (Counting, "changes its attribute act_fn.calls"),
+    "random": (nn.RReLU, "draws random numbers, by rrelu_with_noise"),
+    "noisy": (lambda: noisy, "draws random numbers, by"),
+    "dropout": (lambda: partial(nn.functional.dropout, p=0.5), "draws random numbers, by"),
+    "of tokens": (OfTokens, "differs from minifloat's by"),
+    "buffer": (Scaled, None),
+    "hook": (hooked, "calls act_fn, which has a forward_hook"),
+    "patched": (patched, None),
+    "partial": (lambda: partial(nn.functional.gelu, approximate="tanh"), None),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_known_class_with_an_activation_of_others_is_compared(name):
+    build_activation, reason = FOREIGN[name]
+    model = model_of(next(n for n in CLASSES if n.endswith("MixtralExperts")))
+    experts = model["experts"]
+    assert is_known(experts)
+    del experts.act_fn
+    experts.act_fn = build_activation()
+    assert not is_known(experts)
+    for parameter in experts.parameters():
+        parameter.data = parameter.data.sign() * 0.25
+    plain = copy.deepcopy(experts)
+    skipped = mf.quantize_(model, f"*: mxfp8; experts: {EXACT}", verbose=False).skipped
+    if reason is not None:
+        assert reason in dict(skipped)["experts.down_proj"]
+        return
+    assert not [row for row, _ in skipped if row.startswith("experts.")]
+    for scale in (1e-3, 1.0, 1e3):
+        for found, expected in zip(run(experts, scale), run(plain, scale), strict=True):
+            assert relative_error(found, expected) < BOUND
+
+
 def test_experts_that_are_the_identity_are_left_out(monkeypatch):
     """LongCat-Flash has experts without matrices, and matrices of different numbers."""
     monkeypatch.setitem(SIZES, "zero_expert_num", 2)
@@ -120,10 +204,10 @@ def model_of(name: str) -> nn.Module:
     return nn.ModuleDict({"experts": build(name), "other": nn.Linear(D, D)})
 
 
-def run(experts: nn.Module) -> list[torch.Tensor]:
+def run(experts: nn.Module, scale: float = 1.0) -> list[torch.Tensor]:
     """Returns y and the gradients of x, of the routing weights and of all parameters."""
     generator = torch.Generator().manual_seed(1)
-    x = torch.randn(24, D, generator=generator, requires_grad=True)
+    x = (torch.randn(24, D, generator=generator) * scale).requires_grad_()
     scores = torch.rand(24, E, generator=generator)
     weights, indices = scores.topk(K)
     weights.requires_grad_()

@@ -203,7 +203,9 @@ class Noting(Foreign):
 def test_the_module_is_left_as_it_was():
     torch.manual_seed(0)
     experts, seen = Noting(), []
-    experts.act_fn.register_forward_hook(lambda *_: seen.append("act"))
+    hook = experts.act_fn.register_forward_hook(lambda *_: seen.append("act"))
+    assert ProjectionExperts.reason_against(experts) == "calls act_fn, which has a forward_hook"
+    hook.remove()
     experts.register_forward_pre_hook(lambda *_: seen.append("experts"))
     experts.down_proj.requires_grad_(False)
     experts.eval()

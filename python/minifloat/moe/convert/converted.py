@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from ...nn.convert.foreign_code import Settings
 from ...nn.grouped_product import (
     GroupedProduct,
     HasProducts,
@@ -51,7 +50,7 @@ from .same_forward import (
     counted_call,
     expected_counted,
 )
-from .settings import SETTINGS, read_settings, require_settings
+from .settings import NOTHING, SETTINGS, Reads, read_settings, require_settings
 
 NAMES = ("w1", "w3", "w2")  # of torchtitan: (E, I, D), (E, I, D), (E, D, I)
 # The activation is in a module's code, not in its parameters, so modules are found by class.
@@ -66,7 +65,7 @@ class Converted(HasProducts, nn.Module):
 
     original: ClassVar[type[nn.Module]]
     form: ClassVar[type[Converted]]
-    _settings: Settings = ()
+    _settings: Reads = NOTHING
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -96,7 +95,7 @@ class Converted(HasProducts, nn.Module):
 def keep_settings(module: Converted) -> None:
     """Keeps the settings that the functions which a conversion replaces read, at its conversion."""
     replaced = module.form.replaced(module)
-    module.__dict__[SETTINGS] = read_settings(module, ("original",), *replaced) if replaced else ()
+    module.__dict__[SETTINGS] = read_settings(module, *replaced) if replaced else NOTHING
 
 
 def converted_class(original: type[nn.Module], form: type[Converted]) -> type[Converted]:

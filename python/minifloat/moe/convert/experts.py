@@ -18,7 +18,8 @@ from torch.nn.parameter import is_lazy
 
 from ...checks import require_text
 from ...nn.convert.filters import Filters, require_used
-from ...nn.convert.foreign_code import MISSING, code_of
+from ...nn.convert.foreign_code import code_of
+from ...nn.convert.reads import MISSING, hook_of
 from ...nn.convert.selection import already_converted
 from ...nn.grouped_product import GroupedProduct, add_products, remove_products
 from ...nn.hooks import Choice, Selection
@@ -43,7 +44,7 @@ from .converted import (
     keep_settings,
 )
 from .projections import ProjectionExperts, is_row_major, register_implementation
-from .settings import SETTINGS, read_settings
+from .settings import SETTINGS, key_of, read_settings
 
 FORMS = (ProjectionExperts, CountedExperts, GroupedMmExperts)
 # The forms whose products read the parameters themselves, which may be codes.
@@ -133,9 +134,10 @@ def reason_of_forward(module: nn.Module, form: Form | None) -> str | None:
     key = (
         form,
         code_of(cls, *replaced).functions,
-        read_settings(module, ("__class__",), *replaced),
+        key_of(read_settings(module, *replaced)),
         [(name, p.shape) for name, p in module.named_parameters()],
         [(type(m), [(k, type(v)) for k, v in m.__dict__.items()], [*m._buffers]) for m in parts],
+        [*map(hook_of, parts)],
         torch.get_default_dtype(),
     )
     known = COMPARISONS.setdefault(cls, [])

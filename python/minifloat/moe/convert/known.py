@@ -10,9 +10,13 @@ class of the installed transformers has a digest that is not here, and prints it
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import nn
 
-from ...nn.convert.foreign_code import code_of, digest_of
+from ...nn.convert.foreign_code import code_of, digest_of, parts_of
+from ...nn.convert.reads import hook_of
 from .same_forward import code_starts
 
 # From digests to classes of transformers: X.C is transformers.models.X.modeling_X.C.
@@ -70,8 +74,54 @@ KNOWN = {
 } | {cls: digest for digest, cls in COUNTED.items()}
 
 
+ACTIVATIONS = "transformers.activations"
+# torch's activations that compute each element by itself and draw no random numbers.
+OF_TORCH = {
+    *("CELU", "ELU", "GELU", "Hardsigmoid", "Hardswish", "Hardtanh", "LeakyReLU", "LogSigmoid"),
+    *("Mish", "ReLU", "ReLU6", "SELU", "Sigmoid", "SiLU", "Softplus", "Softsign", "Tanh"),
+    *("celu", "elu", "gelu", "hardsigmoid", "hardswish", "hardtanh", "leaky_relu", "logsigmoid"),
+    *("mish", "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "softsign", "tanh"),
+}
+CODE_OF_TORCH = ("torch._C._nn", "torch.nn.functional", "functools")  # functools.partial itself
+
+
 def is_known(module: nn.Module) -> bool:
-    """Tells whether a module is of a class whose code is known to compute what its form does."""
+    """Tells whether a module is of a class whose code is known to compute what its form does.
+
+    The functions and submodules that the code calls have to be torch's or transformers' own: its
+    source says nothing about them.
+    """
     cls = type(module)
     digest = KNOWN.get((cls.__module__, cls.__qualname__))
-    return digest is not None and digest_of(code_of(cls, *code_starts(module))) == digest
+    code = code_of(cls, *code_starts(module))
+    if digest is None or digest_of(code) != digest:
+        return False
+    attributes = {**module.__dict__, **module._modules}
+    called = [attributes[name] for name in code.names if callable(attributes.get(name))]
+    return all(map(is_activation, called))
+
+
+def is_activation(value: Any) -> bool:
+    """Tells whether a function or module is an activation of torch or transformers, unchanged."""
+    if not isinstance(value, nn.Module):
+        owners = (torch, nn.functional)
+        return any(value is getattr(owner, name, None) for owner in owners for name in OF_TORCH)
+    cls, forward = type(value), type(value).forward
+    is_own = cls.__module__ == ACTIVATIONS
+    is_own |= cls.__name__ in OF_TORCH and cls is getattr(nn, cls.__name__, None)
+    tables = (value._parameters, value._buffers, value._modules)
+    if not is_own or any(tables) or hook_of(value) is not None or "forward" in value.__dict__:
+        return False
+    for function in (forward, *value.__dict__.values()):
+        for part in filter(callable, parts_of(function)):
+            if defining_module(part) not in (cls.__module__, *CODE_OF_TORCH):
+                return False
+    return True
+
+
+def defining_module(function: Any) -> str | None:
+    """Returns the name of the module that has a function's code, whatever module it is used for."""
+    function = getattr(function, "__func__", function)
+    scope = getattr(function, "__globals__", {"__name__": getattr(function, "__module__", None)})
+    found: str | None = scope["__name__"]
+    return found

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..._native import ops
-from ...nn.convert.foreign_code import first_change
 from ...nn.grouped_product import call_of, matrix_of
 from ..feed_forward import (
     Gate,
@@ -43,7 +42,7 @@ from .same_forward import (
     expected_sum,
     projection_kinds,
 )
-from .settings import read_settings, require_settings
+from .settings import first_change, read_settings, require_settings
 
 NAMES = ("gate_up_proj", "down_proj")
 IMPLEMENTATION = "minifloat"  # among transformers' implementations of experts
@@ -254,7 +253,7 @@ def run_chosen(module: nn.Module, hidden_states: Tensor, *args: object, **kwargs
             that call uncompiled.
     """
     compared = getattr(module, COMPARED, None)
-    if compared is None or first_change(module, compared) is not None:
+    if compared is None or first_change(compared, module) is not None:
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 f"experts implementation {IMPLEMENTATION!r}: expected a first call of "
@@ -266,7 +265,7 @@ def run_chosen(module: nn.Module, hidden_states: Tensor, *args: object, **kwargs
                 f"experts implementation {IMPLEMENTATION!r}: expected experts that minifloat can "
                 f"compute, got {type(module).__name__}, whose forward {why}; choose 'eager'"
             )
-        setattr(module, COMPARED, read_settings(module, ("__class__",), *code_starts(module)))
+        setattr(module, COMPARED, read_settings(module, *code_starts(module)))
     return run_projections(module, hidden_states, *args, **kwargs)
 
 

@@ -1,18 +1,24 @@
 """Whether experts of another library compute what this library would compute in their place.
 
-    ProjectionExperts   the whole forward is replaced
-    CountedExperts      the whole forward is replaced
-    GroupedMmExperts    the method _grouped_mm is replaced; the module's own forward calls it
-    NamedExperts        torch's products alone are replaced, within the module's own forward
+What a conversion replaces, for each form of experts:
 
-Classes that known.py has with the digest of their code are taken at once. Others of the first three
-are compared by replicas (nn/convert/same_result.py) with formulas in float64, which the tests
-compare with this library's ops. Results, all gradients and what the code changes are compared for
-token counts on both sides of 64, 128 and 1,024, for magnitudes of x from 2^-10 to 2^10, in training
-and in evaluation. Replicas have small widths. Where the code needs its own widths, those are used,
-up to MOST_ELEMENTS.
+    ProjectionExperts   the whole forward
+    CountedExperts      the whole forward
+    GroupedMmExperts    the method _grouped_mm, which the module's own forward calls
+    NamedExperts        torch's matrix products, within the module's own forward
 
-Each comparison returns None where results are the same, else a clause about the module's forward.
+Experts of a class that known.py lists are converted without a comparison, and so are NamedExperts.
+Any others are compared before they are converted. Their own code runs on a copy of the module, and
+a formula in float64 on a second copy (nn/convert/same_result.py). Tests compare the formulas with
+this library's ops. Compared are the results, all gradients, and the copy before and after.
+
+Calls have token counts on both sides of 64, 128 and 1,024, and magnitudes of x from 2^-10 to 2^10,
+in training and in evaluation. The copies have small matrices, so all calls take about a second.
+Code that fails or differs with these sizes runs again with the module's own sizes, where a matrix
+has at most MOST_ELEMENTS / 3 elements.
+
+Each comparison returns None where results are the same. Otherwise it returns how they differ, as
+the end of a sentence that begins with "whose forward".
 """
 
 from __future__ import annotations
@@ -28,7 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...nn.convert.foreign_code import code_of, is_followed, reason_unsafe
+from ...nn.convert.foreign_code import code_of, parts_of, reason_unsafe
+from ...nn.convert.reads import hook_of
 from ...nn.convert.replica import CannotCopyError, replica, seeded
 from ...nn.convert.same_result import Trial, isolated
 
@@ -60,14 +67,15 @@ def compare_forward(
     Args:
         down: the name of the matrices (E, D, I), or (E, I, D) where they are row-major.
         expect: (replica, *arguments) -> what this library's ops return, computed in float64.
-        kinds: of calls, of which one has to fit and to give the same.
+        kinds: ways to call the forward. One has to fit its signature and give the same result.
     """
     why = reason_not_to_run(module)
     if why is not None:
         return why
     weight = module.get_parameter(down)
     experts, dim, hidden = (weight.mT if row_major else weight).shape
-    # Small sizes of D, I and 2I. An E that equals one of these is changed with it.
+    # From each size of the module to a small one. Equal sizes stay equal: where E equals a width,
+    # both become the same.
     small = HIDDEN if dim == hidden else 2 * HIDDEN if dim == 2 * hidden else DIM
     first = {experts: min(experts, EXPERTS), dim: small, hidden: HIDDEN, 2 * hidden: 2 * HIDDEN}
     found = None
@@ -133,9 +141,10 @@ def compare_replicas(
 def compare_strangers(
     trial: Callable[..., str | None], arguments: tuple[Tensor, ...], experts: int
 ) -> str | None:
-    """Compares calls in which a slot has no expert, where the code takes such calls.
+    """Compares calls in which some tokens are routed to an expert that does not exist.
 
-    Its number is E or more. Some libraries compute such slots, by the identity for example.
+    The number of such an expert is E or more. Some libraries have meanings for these numbers: such
+    an expert returns its token, for example. Code that raises an error for them is not compared.
     """
     for i, indices in enumerate(arguments):
         is_index = not indices.is_floating_point() and indices.dim() == 2
@@ -150,12 +159,14 @@ def compare_strangers(
 
 
 def reason_not_to_run(module: nn.Module) -> str | None:
-    """Returns why a replica cannot be run, or why a run of it would not tell enough."""
-    for part in module.modules():
-        starts = code_starts(part) if part is module else (type(part).forward,)
-        if part is not module and not is_followed(type(part)):
-            continue
-        code = code_of(type(part), *starts)
+    """Returns why a copy of a module must not run, or why its run would not show what it reads."""
+    for name, part in module.named_modules():
+        if part is not module and (hook := hook_of(part)) is not None:
+            return f"calls {name}, which has a {hook}"
+        starts: tuple[Any, ...] = code_starts(part)
+        if part is not module:
+            starts = (type(part).forward, *parts_of(part.__dict__.get("forward")))
+        code = code_of(type(part), *starts, attributes=part.__dict__)
         if (why := reason_unsafe(code)) is not None:
             return why
         tensors = {name for name, v in part.__dict__.items() if isinstance(v, Tensor)}
@@ -166,9 +177,10 @@ def reason_not_to_run(module: nn.Module) -> str | None:
 
 
 def one_to_one(shape: tuple[int, ...], row_major: bool) -> nn.Parameter:
-    """Returns matrices (E, D, I) whose rows have one element that is not zero, so sums are exact.
+    """Returns matrices (E, D, I) in which each row has one element, 1 or -1, beside zeros.
 
-    Each hidden element reaches the output where D is at least I.
+    So an output is one hidden element or its negative, and no sum is rounded. Each hidden element
+    reaches an output where D is at least I.
     """
     experts, dim, hidden = (shape[0], *shape[:0:-1]) if row_major else shape
     rows = torch.arange(dim, device="cpu")
@@ -181,9 +193,11 @@ def one_to_one(shape: tuple[int, ...], row_major: bool) -> nn.Parameter:
 
 
 def own_forward(module: nn.Module) -> Callable[..., object]:
-    """Returns the forward of the module's class: transformers' eager one where that has several.
+    """Returns the forward of the module's class.
 
-    An implementation of another package, which the model has chosen, is the module's own forward.
+    transformers has several implementations of one forward, from which a model chooses. All of its
+    own compute the same, so the eager one is returned. Where the model has chosen one of another
+    package, that one is returned.
     """
     forward: Any = class_of(module).forward
     if getattr(forward, "__globals__", {}).get("__name__") != INTERFACE:
@@ -198,10 +212,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def foreign_implementation(name: object) -> Callable[..., object] | None:
-    """Returns an implementation of experts by its name, but None where it stands for the eager one.
-
-    Those of transformers and minifloat do.
-    """
+    """Returns an implementation of experts by its name; None for transformers' and minifloat's."""
     chosen = importlib.import_module(INTERFACE).ALL_EXPERTS_FUNCTIONS.get(name)
     is_own = chosen is None or chosen.__module__.partition(".")[0] in OWN
     return None if is_own else chosen
@@ -223,7 +234,10 @@ def takes(forward: Callable[..., object], *arguments: object) -> bool:
 
 
 def tokens(count: int, dim: int, magnitude: float) -> Tensor:
-    """Returns tokens (T, D) of one magnitude, or of all of them, so that clamped gates clamp."""
+    """Returns tokens (T, D) of one magnitude; for 0, of six magnitudes in turn.
+
+    The large ones reach the limits of activations that clamp.
+    """
     x = seeded((count, dim), 1)
     if magnitude:
         return x * magnitude
@@ -232,7 +246,10 @@ def tokens(count: int, dim: int, magnitude: float) -> Tensor:
 
 
 def counted_call(count: int, magnitude: float, dim: int, experts: int) -> tuple[Tensor, ...]:
-    """Returns arguments of torchtitan's experts: rows, three of no expert, and experts' counts."""
+    """Returns arguments of torchtitan's experts: rows, and how many of them each expert has.
+
+    The last three rows belong to no expert. The second expert has none.
+    """
     counts = torch.full((experts,), count // experts)
     counts[1:2] = 0
     counts[0] += count - int(counts.sum())
@@ -240,9 +257,11 @@ def counted_call(count: int, magnitude: float, dim: int, experts: int) -> tuple[
 
 
 def projection_kinds() -> Iterator[Arguments]:
-    """Yields calls of Hugging Face's experts: routing in either order, or rows in even groups.
+    """Yields the ways to call Hugging Face's experts.
 
-    Routing weights are (T, k), or (T, E) with zeros. Tokens are (T, D) or (1, T, D).
+    Tokens are (T, D) or (1, T, D). The experts of each token and their weights follow, in either
+    order; weights are (T, k), or (T, E) with zeros. The last way has tokens alone, of which each
+    expert has equally many, one expert after the other.
     """
 
     def call(
@@ -295,12 +314,14 @@ def expected_sum(
     """
     x, (w13, w2) = x_TD.double(), (w.double() for w in matrices)
     b13, b2 = (None if b is None else b.double() for b in biases)
+    slots = [torch.where(indices_Tk == e) for e in range(w13.shape[0])]
+    rows = [x[token] @ w13[e] for e, (token, _) in enumerate(slots)]
+    rows = [r if b13 is None else r + b13[e] for e, r in enumerate(rows)]
+    # At once, as in a conversion: an activation that reads other rows has another result then.
+    hidden = activation(torch.cat(rows).float()).double().split([len(r) for r in rows])
     y = torch.zeros_like(x)
-    for e in range(w13.shape[0]):
-        token, slot = torch.where(indices_Tk == e)
-        gate_up = x[token] @ w13[e]
-        gate_up = gate_up if b13 is None else gate_up + b13[e]
-        out = activation(gate_up.float()).double() @ w2[e]
+    for e, (token, slot) in enumerate(slots):
+        out = hidden[e] @ w2[e]
         out = out if b2 is None else out + b2[e]
         y = y.index_add(0, token, out * weights_Tk[token, slot, None].double())
     return y
@@ -327,9 +348,13 @@ def expected_counted(module: nn.Module, x: Tensor, counts: Tensor) -> Tensor:
 
 @isolated()
 def compare_grouped_mm(module: nn.Module) -> str | None:
-    """Compares torchtitan's method _grouped_mm, of bf16 values. Sums are exact and rounded once."""
+    """Compares torchtitan's method _grouped_mm, which multiplies values of bf16.
+
+    The float64 sums are exact. Both sides round each of them once, to bf16.
+    """
     method = type(module)._grouped_mm  # type: ignore[attr-defined]
-    if (why := reason_unsafe(code_of(type(module), method))) is not None:
+    code = code_of(type(module), method, attributes=module.__dict__)
+    if (why := reason_unsafe(code)) is not None:
         return f"calls _grouped_mm, which {why}"
     try:
         theirs, ours = (replica(module) for _ in range(2))

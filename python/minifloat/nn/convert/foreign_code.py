@@ -3,16 +3,15 @@
     code_of           the functions that a forward reaches, and the names in them
     digest_of         a digest of their sources, by which a class is known again
     reason_unsafe     why a run of them on a copy could change something that is no part of the copy
-    settings_of       the settings that they read; `first_change` compares them before each forward
 
-Functions are followed by name: through the class and its bases, their modules' globals, and their
-closures. Code of torch, NumPy, minifloat and Python's library is not followed.
+Functions are followed by name: through the class and its bases, their modules' globals, their
+closures and defaults. Code of torch, Triton, NumPy, minifloat and Python's library is not
+followed.
 """
 
 from __future__ import annotations
 
 import ast
-import copy
 import dis
 import hashlib
 import inspect
@@ -20,20 +19,25 @@ import logging
 import random
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-NOT_FOLLOWED = {"torch", "numpy", "minifloat", *sys.stdlib_module_names} - {"__main__"}
+from .reads import MISSING
+
+NOT_FOLLOWED = {"torch", "triton", "numpy", "minifloat", *sys.stdlib_module_names} - {"__main__"}
 RANDOM_MODULES = ("random", "numpy.random", "secrets")
 # Methods and functions that change nothing.
-READS = {"get", "keys", "values", "items", "index", "count", "copy", "len", "isinstance", "sum"}
+READS = {"get", "keys", "values", "items", "index", "count", "copy"}
+READS |= {"len", "isinstance", "hasattr", "sum"}
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+CONTAINERS = (list, tuple, set, frozenset)
+NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
 class Code(NamedTuple):
@@ -60,28 +64,51 @@ def is_followed(value: object) -> bool:
     return module.partition(".")[0] not in NOT_FOLLOWED
 
 
+def parts_of(value: object) -> Iterator[object]:
+    """Yields a value, and what a container or functools.partial has."""
+    yield value
+    parts: Iterable[object] = ()
+    if isinstance(value, dict) and type(value) is dict:
+        parts = value.values()
+    elif isinstance(value, CONTAINERS) and type(value) in CONTAINERS:
+        parts = value
+    elif isinstance(value, partial):
+        parts = [value.func, *value.args, *value.keywords.values()]
+    for part in parts:
+        yield from parts_of(part)
+
+
 def functions_of(value: object, names: set[str]) -> Iterator[FunctionType]:
-    """Yields the functions that a global, an attribute of a class or a closure stands for."""
-    if isinstance(value, property):
-        parts: list[object] = [value.fget]
-    elif isinstance(value, ModuleType):
+    """Yields the functions that a global, an attribute or a closure stands for."""
+    is_other = is_followed(value if isinstance(value, (type, ModuleType)) else type(value))
+    if isinstance(value, ModuleType):
         is_other = value.__name__.partition(".")[0] not in NOT_FOLLOWED
         parts = [value.__dict__.get(name) for name in names] if is_other else []
     elif isinstance(value, type):
-        parts = list(vars(value).values()) if is_followed(value) else []
+        parts = list(vars(value).values()) if is_other else []
+    elif isinstance(value, nn.Module):
+        parts = []  # it has code of its own
     else:
-        parts = [value]
+        has_code = is_other and callable(value)  # an object with __call__
+        parts = [value, *(vars(type(value)).values() if has_code else ())]
     for part in parts:
-        while isinstance(part, partial):
-            part = part.func
-        found = inspect.unwrap(getattr(part, "__func__", part)) if callable(part) else part
+        part = getattr(part, "fget", getattr(part, "__func__", part))
+        found = inspect.unwrap(part) if callable(part) else part
         for function in (part, found):
             if isinstance(function, FunctionType) and is_followed(function):
                 yield function
 
 
-def code_of(cls: type, *starts: Callable[..., object]) -> Code:
-    """Returns what functions of a class reach, themselves included."""
+def code_of(
+    cls: type, *starts: Callable[..., object], attributes: Mapping[str, object] = NOTHING
+) -> Code:
+    """Returns what functions of a class reach, themselves included.
+
+    Args:
+        cls: the class.
+        starts: the functions.
+        attributes: of an instance, which are followed too.
+    """
     queue: list[FunctionType] = [f for f in starts if isinstance(f, FunctionType)]
     names: set[str] = set()
     texts: set[str] = set()
@@ -93,10 +120,11 @@ def code_of(cls: type, *starts: Callable[..., object]) -> Code:
             own.update(name for name in code.co_names if name.isidentifier())  # not pytest's
             texts.update(c for c in code.co_consts if isinstance(c, str) and c.isidentifier())
         names |= own
-        values = [function.__globals__[name] for name in own if name in function.__globals__]
+        tables = [function.__globals__, *map(vars, bases), attributes]
+        values = [table[name] for table in tables for name in own if name in table]
         values += [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
-        values += [vars(base)[name] for base in bases for name in own if name in vars(base)]
-        for value in values:
+        values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        for value in [part for whole in values for part in parts_of(whole)]:
             if isinstance(value, partial):
                 bound.add(f"{value.args} {value.keywords}")
             if value is not cls and value not in bases:
@@ -192,6 +220,9 @@ class Uses:
         self.parents = {child: n for n in ast.walk(tree) for child in ast.iter_child_nodes(n)}
         cells = zip(function.__code__.co_freevars, function.__closure__ or ())
         self.closure = {name: c.cell_contents for name, c in cells if is_filled(c)}
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
+        self.closure |= {name: v for name, v in defaults.items() if not is_constant(v)}
         local: set[str] = set()
         for code in codes_in(function.__code__):
             local |= {*code.co_varnames, *code.co_cellvars}
@@ -213,6 +244,8 @@ class Uses:
             value = self.value_of(node)
             if value is not MISSING and draws(value):
                 return f"draws random numbers, by {ast.unparse(node)}"
+            if hasattr(type(value), "__array__") and hasattr(type(value), "__setitem__"):
+                return f"reads {ast.unparse(node)}, a {type(value).__name__} that is no part of it"
             is_state = value is not MISSING and not is_constant(value)
             if (is_state or self.is_class(node)) and not self.is_read(node):
                 return f"could change {ast.unparse(node)}, which is no part of it"
@@ -256,7 +289,12 @@ class Uses:
         """Tells whether the expression around a value only reads it."""
         while True:
             parent: Any = self.parents.get(node)
-            if not isinstance(parent, (ast.Subscript, ast.Attribute)) or parent.value is not node:
+            is_getattr = isinstance(parent, ast.Call) and ast.unparse(parent.func) == "getattr"
+            if isinstance(parent, (ast.Subscript, ast.Attribute)):
+                is_part = parent.value is node
+            else:
+                is_part = is_getattr and parent.args[0] is node
+            if not is_part:
                 break
             node = parent
         if not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
@@ -268,107 +306,3 @@ class Uses:
         is_name = isinstance(node, ast.Name)
         kinds = (ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.Return, ast.Yield, ast.keyword)
         return not (is_name and isinstance(parent, kinds)) and not isinstance(parent, ast.Starred)
-
-
-# ---- settings ------------------------------------------------------------------------------------
-
-
-class MISSING:
-    """Stands for an attribute that there is not. Copies and compilers leave a class as it is."""
-
-
-# From a path of attributes to the value that the code reads there.
-Settings = tuple[tuple[tuple[str, ...], object], ...]
-# The mode, and which of several implementations of one computation runs.
-NOT_SETTINGS = {"training", "forward", "__class__", "__dict__", "use_grouped_mm"}
-NOT_SETTINGS |= {"_experts_implementation"}
-DEPTH = 4  # of attributes within attributes
-
-
-def settings_of(module: nn.Module, code: Code, own: tuple[str, ...]) -> Settings:
-    """Returns the settings that code of a module reads: plain values, functions, classes' forwards.
-
-    Sizes, flags and factors of the module, its children and its config. No tensor is read.
-
-    Args:
-        module: the module.
-        code: of its forward.
-        own: the path from the module to the class whose forward `code` is of.
-    """
-    found: dict[tuple[str, ...], object] = {}
-    seen = {id(module)}
-
-    def add(owner: object, code: Code, path: tuple[str, ...], depth: int) -> None:
-        for name in sorted((code.names | code.texts) - NOT_SETTINGS):
-            value = attribute_of(owner, name)
-            if value is MISSING:
-                is_absent = getattr(owner, name, MISSING) is MISSING  # not a parameter or a method
-                if name in code.texts and isinstance(owner, nn.Module) and is_absent:
-                    found[(*path, name)] = MISSING
-            elif is_plain(value):
-                found[(*path, name)] = copy.deepcopy(value)
-            elif isinstance(value, FunctionType):
-                is_method = isinstance(vars(type(owner)).get(name), FunctionType)
-                found[(*path, "__class__", name) if is_method and path else (*path, name)] = value
-            elif isinstance(value, (type, BuiltinFunctionType)):
-                found[(*path, name)] = value
-            elif isinstance(value, nn.Module):
-                child, forward = (*path, name), type(value).forward
-                found[(*child, "__class__", "forward")] = forward
-                if id(value) not in seen and depth < DEPTH:
-                    seen.add(id(value))
-                    add(value, code_of(type(value), forward), child, depth + 1)
-            elif not isinstance(value, (Tensor, ModuleType, property)) and depth < DEPTH:
-                add(value, code, (*path, name), depth + 1)
-
-    if own:
-        for name in dir(code.cls):
-            method = inspect.getattr_static(code.cls, name, None)
-            if isinstance(method, FunctionType) and inspect.unwrap(method) in code.functions:
-                found[(*own, name)] = method
-    add(module, code, (), 0)
-    return tuple(found.items())
-
-
-def attribute_of(owner: object, name: str) -> object:
-    """Returns a plain attribute or child; MISSING where there is none, and for methods."""
-    if isinstance(owner, nn.Module):
-        for table in (owner.__dict__, owner._modules):
-            if name in table:
-                return table[name]
-    else:
-        found = inspect.getattr_static(owner, name, MISSING)
-        if not isinstance(found, (FunctionType, classmethod, staticmethod)):
-            return getattr(owner, name, MISSING) if found is not MISSING else MISSING
-        return MISSING
-    value = inspect.getattr_static(type(owner), name, MISSING)
-    return value if is_plain(value) else MISSING
-
-
-def is_plain(value: object) -> bool:
-    """Tells whether a value is compared by equality."""
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return all(map(is_plain, value))
-    if isinstance(value, dict):
-        return all(map(is_plain, value)) and all(map(is_plain, value.values()))
-    return isinstance(value, PLAIN)
-
-
-def first_change(module: nn.Module, settings: Settings) -> tuple[str, object, object] | None:
-    """Returns the first setting that is not what it was: its name, value and value now."""
-    for path, value in settings:
-        found: Any = module
-        for name in path:
-            found = getattr(found, name, MISSING)
-        if found is not value and found != value:
-            return ".".join(path), value, found
-    return None
-
-
-def text_of(value: object) -> str:
-    """Returns a setting as an error names it."""
-    if value is MISSING:
-        return "none"
-    if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
-        return f"{value.__module__}.{value.__qualname__}"
-    return f"{value}"

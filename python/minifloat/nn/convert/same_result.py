@@ -1,14 +1,15 @@
-"""The check before a module's computation is replaced: both run on small seeded inputs.
+"""The comparison that precedes a conversion: foreign code and its replacement run on small inputs.
 
-    isolated    a context in which code moves no generator and no setting of the process
-    Trial       one call of a replica and of what would replace it: results, gradients, states
+    isolated    a context in which code draws no random numbers and changes no setting of torch
+    Trial       one call of both: compares results, gradients, and the state of what ran
 
-Nothing of the module is called, written or moved, so parameters may be on any device, on meta,
-fake, of any dtype, codes or shards: replica.py copies it.
+The code runs on a copy of the module (replica.py), on the CPU. The module itself is not called and
+not changed, so its parameters may be on any device, on meta, fake, of any dtype, codes or shards.
 
-Values are integers of at most 3 times a power of two. Sums of their products are exact in float32,
-in every order, below 2^24 terms. Products of float32 matrices are computed in float64 within
-`isolated` and rounded once, so no sum depends on its order, nor on what the caller allows oneDNN.
+Inputs are whole numbers from -3 to 3 times a power of two, so a sum of fewer than 2^24 of their
+products is exact in float32, in any order. Later sums are of activations, which are not whole.
+Within `isolated`, products of float32 matrices are therefore computed in float64 and rounded once:
+they depend neither on the order of the sum, nor on the precision that the caller allows oneDNN.
 """
 
 from __future__ import annotations
