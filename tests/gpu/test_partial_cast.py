@@ -88,11 +88,12 @@ class Shards:
                 [tensors[i] for i in chosen]
                 for tensors in (self.codes, self.scales, self.amax, self.masters)
             )
-            lists = (owners, names, codes, scales, amax, native.Agreement())
+            lists = (owners, names, codes, scales, amax)
             starts = [self.geometry[6 * i + 4] for i in chosen]
-            native.MasterCasts(casts, *lists).quantize(
-                masters, starts, codes if is_fragment else [], ""
+            ready = native.MasterCasts(casts, *lists).check(
+                masters, starts, codes if is_fragment else []
             )
+            ready.run("", native.Agreement())
 
 
 def add_shard(

@@ -55,13 +55,22 @@ def _entries(rng: Random, arena: Arena) -> dict[str, list[Any]]:
     return found
 
 
-@call("MasterCasts.quantize")
+@call("MasterCasts.check")
 def _master_casts(rng: Random, arena: Arena) -> Call:
+    return _casts(rng, arena, runs=False)
+
+
+@call("ReadyCasts.run")
+def _ready_casts(rng: Random, arena: Arena) -> Call:
+    return _casts(rng, arena, runs=True)
+
+
+def _casts(rng: Random, arena: Arena, *, runs: bool) -> Call:
     e = _entries(rng, arena)
     numbers = [e["geometry"][6 * i : 6 * i + 4] for i in range(len(e["specs"]))]
     is_fragment = e["geometry"][5::6]
     if any(is_fragment) and not all(is_fragment):
-        return _master_casts(rng, arena)
+        return _casts(rng, arena, runs=runs)
     args = {
         "specs": e["specs"],
         "numbers": numbers,
@@ -79,9 +88,10 @@ def _master_casts(rng: Random, arena: Arena) -> Call:
     def run(specs: Any, numbers: Any, **args: Any) -> None:
         casts = [_shard_cast(spec, *n) for spec, n in zip(specs, numbers)]
         given = list(args.values())
-        agreement = torch.classes.minifloat.Agreement()
-        native = torch.classes.minifloat.MasterCasts(casts, *given[:5], agreement)
-        native.quantize(*given[5:])
+        native = torch.classes.minifloat.MasterCasts(casts, *given[:5])
+        ready = native.check(*given[5:8])
+        if runs:
+            ready.run(given[8], torch.classes.minifloat.Agreement())
 
     return Call(run, args, {"flat_codes", "scales", "amaxes", "fragments"})
 

@@ -131,11 +131,17 @@ c10::intrusive_ptr<ReadyCasts> MasterCasts::check(const Tensors& masters, const 
                     {codes, has_fragments, direction.scales[e], direction.amaxes[e]}, like_);
     }
   }
-  return c10::make_intrusive<ReadyCasts>(std::move(casts), names_, like_);
+  Tensors memory = masters;
+  for (const MasterDirection& direction : directions_)
+    for (const Tensors* of : {&direction.codes, &direction.scales, &direction.amaxes})
+      memory.insert(memory.end(), of->begin(), of->end());
+  memory.insert(memory.end(), fragments.begin(), fragments.end());
+  return c10::make_intrusive<ReadyCasts>(std::move(casts), names_, like_, std::move(memory));
 }
 
 void ReadyCasts::run(const std::string& group, const c10::intrusive_ptr<Agreement>& agreement) {
-  quantize_masters(casts_, names_, group, *agreement, like_);
+  std::vector<PartialCast> casts = std::exchange(casts_, {});
+  quantize_masters(casts, names_, group, *agreement, like_);
 }
 
 // ---- MatrixTransposes ---------------------------------------------------------------------------

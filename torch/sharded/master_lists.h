@@ -28,15 +28,21 @@ struct MasterDirection {
 // Casts of one step, which have been checked and nothing has run: ranks may meet before they run.
 class ReadyCasts : public torch::CustomClassHolder {
  public:
-  ReadyCasts(std::vector<PartialCast> casts, const Texts& names, at::Tensor like)
-      : casts_(std::move(casts)), names_(names), like_(std::move(like)) {}
-  // Casts once. agreement: of the ranks of the group, which hold the masters
+  // memory: what the casts read and write
+  ReadyCasts(std::vector<PartialCast> casts, const Texts& names, at::Tensor like, Tensors memory)
+      : casts_(std::move(casts)),
+        names_(names),
+        like_(std::move(like)),
+        memory_(std::move(memory)) {}
+  // Casts; the second call casts nothing. agreement: of the ranks of the group, which hold the
+  // masters
   void run(const std::string& group, const c10::intrusive_ptr<Agreement>& agreement);
 
  private:
   std::vector<PartialCast> casts_;
   Texts names_;      // of each
   at::Tensor like_;  // on the device of the weights; undefined without casts
+  Tensors memory_;
 };
 
 // The directions of weights that a step casts from masters. A weight of experts (E, rows, cols) is
@@ -50,8 +56,7 @@ class MasterCasts : public torch::CustomClassHolder {
               const Tensors& codes, const Tensors& scales, const Tensors& amaxes);
 
   // Checks shards of masters, and lists their casts to codes. masters, starts: of each weight;
-  // fragments: of each direction; none where codes are written to the flat codes. The memory of all
-  // must stay until the casts have run.
+  // fragments: of each direction; none where codes are written to the flat codes
   c10::intrusive_ptr<ReadyCasts> check(const Tensors& masters, const Numbers& starts,
                                        const Tensors& fragments) const;
 
