@@ -111,7 +111,7 @@ TRAIN_ARGS = $(if $(RECIPES),--recipes '$(RECIPES)') $(if $(DATA),--data $(DATA)
   $(if $(RESUME),--resume) $(ARGS)
 
 train: libraries
-	$(VENV)/bin/minifloat train $(TRAIN_ARGS)
+	$(PY) examples/pretrain/pretrain.py $(TRAIN_ARGS)
 
 # ---- Tests -----------------------------------------------------------------------------------
 print-cpu:
