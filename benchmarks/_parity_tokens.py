@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import hashlib
 import lzma
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from minifloat.train.data import encode, train_tokenizer
-from minifloat.train.durable_files import CHECKSUMS, sha256_of, verify_checksums, write_checksums
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 END = b"\0"  # after each document
 PART = 28_000_000  # bytes of text: as many files as a machine has cores
@@ -28,6 +28,8 @@ LEVEL = 4  # of xz
 VOCABULARY = 16384
 TOKENIZER_BYTES = 20_000_000  # of training text, for the merges
 VALIDATION, TOKENIZER = "validation.txt.xz", "tokenizer.json"
+END_OF_TEXT = "<|endoftext|>"
+CHECKSUMS = "SHA256SUMS"
 
 
 @dataclass(frozen=True)
@@ -66,19 +68,57 @@ def write_text_parts(folder: Path, train: list[bytes], validation: list[bytes]) 
         digest.update(text)
     with ThreadPoolExecutor() as pool:  # lzma releases the interpreter's lock
         list(pool.map(write, texts.items()))
-    tokenizer = train_tokenizer(map(bytes.decode, train), VOCABULARY, TOKENIZER_BYTES)
+    tokenizer = train_tokenizer(map(bytes.decode, train))
     tokenizer.save(str(folder / TOKENIZER))
     write_checksums(folder)
     return digest.hexdigest()
 
 
+def train_tokenizer(documents: Iterable[str]) -> ByteLevelBPETokenizer:
+    """Trains a tokenizer of VOCABULARY entries on the first TOKENIZER_BYTES characters."""
+    sample, left = [], TOKENIZER_BYTES
+    for document in documents:
+        sample.append(document[:left])
+        left -= len(sample[-1])
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        sample, VOCABULARY, min_frequency=0, show_progress=False, special_tokens=[END_OF_TEXT]
+    )
+    return tokenizer
+
+
+def sha256_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write_checksums(folder: Path) -> None:
+    """Writes the checksums of a folder's files, in the format of `sha256sum`."""
+    names = sorted(path.name for path in folder.iterdir() if path.name != CHECKSUMS)
+    lines = [f"{sha256_of(folder / name)}  {name}\n" for name in names]
+    (folder / CHECKSUMS).write_text("".join(lines))
+
+
+def verify_checksums(folder: Path) -> None:
+    """Ends the program, and names the file, where a byte has changed since the write."""
+    for line in (folder / CHECKSUMS).read_text().splitlines():
+        expected, name = line.split("  ", 1)
+        if expected.startswith("#"):  # a checksum of the lines before, which older folders have
+            continue
+        if (got := sha256_of(folder / name)) != expected:
+            sys.exit(f"{folder / name}: expected the bytes with sha256 {expected}, got {got}")
+
+
 def encode_file(path: Path) -> np.ndarray:
     """Returns the ids of a file's documents, under the tokenizer beside it."""
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(path.with_name(TOKENIZER)))
     texts = lzma.decompress(path.read_bytes()).split(END)[:-1]
-    return encode(tokenizer, [text.decode() for text in texts])
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    arrays = [
+        np.array([*item.ids, end], np.uint16)
+        for start in range(0, len(texts), 64)
+        for item in tokenizer.encode_batch([t.decode() for t in texts[start : start + 64]])
+    ]
+    return np.concatenate(arrays)
 
 
 def load_tokens(folder: Path) -> ParityTokens:

@@ -23,10 +23,9 @@ import torch
 from _parity_records import BF16
 from _parity_tokens import load_tokens
 from gpu_parity import Plan, Run, Text, Trial, Windows
+from minifloat.doctor.products import product_dtype
 from minifloat.inspector.inspect import inspect
 from minifloat.inspector.inspection import Inspection
-from minifloat.train.job.looks import write
-from minifloat.train.model.measure import product_dtype
 from recipe_map import LOW, map_in_order
 
 SEED = 1000  # of the run that is inspected
@@ -44,7 +43,10 @@ def inspect_trial(trial: Trial, text: Text, steps: int) -> Inspection:
 
 def write_results(found: Inspection, share: float, out: Path) -> str:
     """Writes the numbers and both maps; returns the maps' text."""
-    write(found, out)
+    out.mkdir(parents=True, exist_ok=True)
+    text = f"# Layers\n\n{found.table()}\n\n# Operands\n\n{found.operand_table()}\n"
+    (out / "inspect.md").write_text(text)
+    (out / "inspect.json").write_text(found.json())
     operations = {r.module: r.operations for r in found.rows if r.module not in found.heads}
     maps = {
         "nvfp4_by_inspector": found.recipe_map(share, LOW, BF16).text,

@@ -57,16 +57,17 @@ from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
+from _measure import PeakMemory, step_flops
 from _parity_records import BF16, Record, read_record, write_record
 from _peers import convert_by_torchao
 from gpu_parity import TORCHAO_PREFIX, LossLlama
+from minifloat.doctor.products import product_dtype
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import step as finish_step
-from minifloat.train.config import TrainConfig, parse_model
-from minifloat.train.job.run import compile_layers
-from minifloat.train.model.measure import PeakMemory, SpeedOfLight, product_dtype
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+
+from tests.support.llama import ModelConfig, compile_layers
 
 RESULTS = timing.ROOT / "docs" / "parity" / "llama8b"
 RECIPES = [BF16, "fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2"]
@@ -121,13 +122,12 @@ class Run:
             free, total = torch.cuda.mem_get_info()
             self.limit = free - SPARE
             torch.cuda.set_per_process_memory_fraction(self.limit / total)
-        config = parse_model(trial.model, trial.vocabulary)
-        light = SpeedOfLight(TrainConfig(model=config, seq=trial.seq, batch=1, device=trial.device))
-        self.flops = light.flops  # of a sequence
+        config = ModelConfig.parse(trial.model, trial.vocabulary)
         torch.manual_seed(0)
         torch.set_default_dtype(product_dtype(trial.device))
         with torch.device(trial.device):
             self.model = LossLlama(config, trial.seq)
+        self.flops = step_flops(self.model, trial.seq, trial.seq)  # of a sequence
         torch.set_default_dtype(torch.float32)
         if self.is_converted:
             quantize_(self.model, name, verbose=False, **OPTIONS)

@@ -10,7 +10,7 @@ runs of one seed differ by the recipe alone. Every window of text is read at mos
     val      mean loss of the whole validation text under the run's recipe
     average  the same of the mean of the weights at every AVERAGE_EVERY-th step of the last tenth
 
-Entries are those of `minifloat train`, `RECIPE then=OTHER` among them: OTHER is the recipe of the
+Entries are those of _entries.py, `RECIPE then=OTHER` among them: OTHER is the recipe of the
 last 15% of the steps, or of the last 5% by `RECIPE then=OTHER last=5%`. Entries that follow each
 other with the same RECIPE, the longest last part first, share the first steps: they run once.
 
@@ -39,26 +39,20 @@ from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
+from _entries import THEN, RunSpec, parse_entry
+from _measure import PeakMemory
 from _parity_records import BF16, RESULTS, draw_images, print_tables, records_in, write_record
 from _parity_tokens import VOCABULARY, load_tokens
 from _parity_wire import RANKS, WIRE, Wire
 from _peers import convert_by_torchao
+from minifloat.doctor.products import product_dtype
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import step as finish_step
-from minifloat.train.config import (
-    LAST_SHARE,
-    THEN,
-    ModelConfig,
-    RunSpec,
-    parse_entry,
-    parse_model,
-)
-from minifloat.train.job.processes import clip_gradients
-from minifloat.train.job.run import BETAS, compile_layers
-from minifloat.train.model.llama import Llama, cross_entropy, init_weights
-from minifloat.train.model.measure import PeakMemory, product_dtype
 from torch import Tensor, nn
 
+from tests.support.llama import Llama, ModelConfig, compile_layers, cross_entropy, init_weights
+
+BETAS = (0.9, 0.95)
 FINAL_LR = 0.05  # of the peak, at the last step
 AVERAGE_EVERY = 10  # steps, in the last tenth
 DIGITS = 5  # of a loss, after the point
@@ -185,11 +179,11 @@ class Plan:
     spec: RunSpec
     name: str
     wire: str = ""  # "": gradients are not sent
-    percent: int = round(100 * LAST_SHARE)  # of the steps: those under the recipe after then=
+    percent: int = 15  # of the steps: those under the recipe after then=
 
     @classmethod
     def parse(cls, entry: str, seed: int) -> Plan:
-        """Parses an entry as `minifloat train` does, or `RECIPE wire=SPEC then=OTHER last=5%`.
+        """Parses an entry of _entries.py, or `RECIPE wire=SPEC then=OTHER last=5%`.
 
         RECIPE may be a torchao run's name.
         """
@@ -198,9 +192,10 @@ class Plan:
         text = f"{text}={BF16}" if text.startswith(TORCHAO_PREFIX) else text
         other, percent = match.groups() if (match := LAST.fullmatch(other)) else (other, 0)
         spec = parse_entry(f"{text}{then}{other}", seed)
-        first, then, other = spec.name.partition(THEN)
+        first = spec.name.partition(THEN)[0]
         name = f"{first}{WIRE}{wire}" if wire else first
-        name += f"{then}{other} last={percent}%" if then and percent else f"{then}{other}"
+        name += f"{THEN}{spec.then}" if spec.then else ""
+        name += f" last={percent}%" if spec.then and percent else ""
         return cls(replace(spec, name=first), name, wire, int(percent) or cls.percent)
 
     def first_steps(self, steps: int) -> int:
@@ -222,7 +217,7 @@ class Run:
 
     def __init__(self, spec: RunSpec, trial: Trial, text: Text, wire: str) -> None:
         self.spec, self.trial, self.text = spec, trial, text
-        config = parse_model(trial.model, VOCABULARY)
+        config = ModelConfig.parse(trial.model, VOCABULARY)
         self.model = LossLlama(config, trial.seq)
         init_weights(self.model, spec.seed)
         self.model.to(trial.device)
@@ -288,7 +283,7 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = self.trial.rate(step)
         loss = self.backward(rows_B, step)
-        norm = clip_gradients(self.parameters, self.trial.clip)
+        norm = nn.utils.clip_grad_norm_(self.parameters, self.trial.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.spec.converts:

@@ -42,6 +42,7 @@ from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
+from _entries import RunSpec, parse_entry
 from _parity_records import (
     BF16,
     RESULTS,
@@ -55,11 +56,10 @@ from _parity_records import (
 from _parity_tokens import VOCABULARY, load_tokens
 from gpu_parity import Plan, Trial, Windows, rounded
 from gpu_torchtitan import FLAVOR, row_of
-from gpu_training import LAST_LINES
-from minifloat.train.config import RunSpec, parse_entry
 
 from tests.support.titan_job import Texts, prepare, train
 
+LAST_LINES = 15  # of the log of a run that failed
 TRAIN, VALIDATION = "trial_train", "trial_validation"  # among torchtitan's datasets
 NVFP4 = "nvfp4 keep=nvfp4_paper"
 SEEDS = "1,2"
@@ -278,7 +278,7 @@ def run_job(args: argparse.Namespace, trial: Trial) -> None:
         "seconds": round(time.perf_counter() - start),
         **summary(spec.name, rows, trial),
     }
-    write_record(args.out / model / Plan(spec).file_name, record)
+    write_record(args.out / model / Plan(spec, spec.name).file_name, record)
 
 
 # ---- All runs ------------------------------------------------------------------------------------

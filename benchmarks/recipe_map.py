@@ -1,6 +1,6 @@
 """What layers in NVFP4 cost a trained model, chosen by the inspector's map or by their position.
 
-    minifloat train --recipes bf16 --steps 150
+    make train RECIPES=bf16 STEPS=150
     python benchmarks/recipe_map.py runs/train/runs/bf16
 
 It prints the validation loss less that in bf16, in nats a token, of one checkpoint whose layers are
@@ -12,23 +12,25 @@ of three draws. Below is what the inspector predicts of all layers in NVFP4, to 
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import statistics
 import sys
 from pathlib import Path
 
-import _gpu_timing  # noqa: F401  first: it makes minifloat importable
+import _gpu_timing as timing  # first: it makes minifloat importable
 import minifloat as mf
 import torch
-from minifloat.train.config import TrainConfig
-from minifloat.train.data import Batches
-from minifloat.train.inspect_run import inspect_job, load_run
-from minifloat.train.job.train import read_data
-from minifloat.train.model.llama import build_model
-from minifloat.train.model.measure import loss_in_product_dtype
+from minifloat.doctor.products import product_dtype
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+sys.path.insert(0, str(timing.ROOT / "examples" / "pretrain"))
+from inspect_run import SEQUENCES, load_run
 
 SHARES = (1.0, 0.9, 0.75, 0.5)
 DRAWS = 3
+WINDOWS = 192  # of validation text
 LOW = "nvfp4"
 
 
@@ -45,27 +47,27 @@ def map_in_order(operations: dict[str, int], names: list[str], share: float) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("run", type=Path, help="folder of a bf16 run")
-    parser.add_argument("--cache", type=Path, default=Path("~/.cache/minifloat").expanduser())
     parser.add_argument("--device", default="cpu")
     arguments = parser.parse_args()
-    threads = torch.get_num_threads() if arguments.device == "cpu" else 0
-    device = TrainConfig(device=arguments.device, threads=threads)
-    found = inspect_job(device, arguments.run, [LOW], 4, arguments.cache)
-    config, checkpoint, seed, _ = load_run(arguments.run)
-    _, tokens = read_data(config, arguments.cache)
-    batches = Batches(tokens.train, tokens.validation, config.seq, config.batch)
-    validation = batches.validation_set(config.eval_batches)
-    state = torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True)["model"]
+    device = arguments.device
+    model, training, held_out = load_run(arguments.run.resolve())
+    windows = [held_out[i] for i in range(0, len(held_out), max(len(held_out) // WINDOWS, 1))]
+    windows = windows[:WINDOWS]
+
+    def forward(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        with torch.autocast(device, product_dtype(device), product_dtype(device).itemsize == 2):
+            return model(**{name: t.to(device) for name, t in batch.items()}).loss
+
+    first = default_collate([training[i] for i in range(SEQUENCES)])
+    found = mf.inspect(model.to(device), first, [LOW], loss=forward)
 
     def loss(recipe: str) -> float:
-        model = build_model(config.model, config.seq, seed, arguments.device)
-        model.load_state_dict(state)
+        changed = copy.deepcopy(model).eval()
         if recipe != "bf16":
-            mf.quantize_(model, recipe, verbose=False)
-        forward = loss_in_product_dtype(model.eval(), arguments.device)
+            mf.quantize_(changed, recipe, verbose=False)
+        parts = [default_collate(windows[i : i + 12]) for i in range(0, len(windows), 12)]
         with torch.no_grad():
-            shares = ((t.to(arguments.device) for t in batch) for batch in validation)
-            return statistics.mean(forward(*share).item() for share in shares)
+            return statistics.mean(forward(changed, part).item() for part in parts)
 
     base, operations, predicted = loss("bf16"), dict[str, int](), 0.0
     for row in found.rows:

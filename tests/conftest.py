@@ -40,7 +40,7 @@ def fresh_compiler():
 
 @pytest.fixture
 def torch_as_it_was():
-    """Restores torch's settings that a training job in this process changes."""
+    """Restores settings of torch that a test changes."""
     threads = torch.get_num_threads()
     yield
     torch.use_deterministic_algorithms(False)

@@ -1,6 +1,4 @@
-"""`minifloat --cmake-prefix`, of a package and of a source tree; a command in a thread."""
-
-import threading
+"""`minifloat --cmake-prefix`, of a package and of a source tree."""
 
 import pytest
 from minifloat import cli
@@ -30,17 +28,3 @@ def test_a_source_tree_has_no_prefix(package, capsys):
     assert captured.out == ""
     assert "expected an installed package" in captured.err
     assert "pip install ." in captured.err
-
-
-def test_a_command_runs_in_another_thread(tmp_path, capsys):
-    """Python sets signal handlers in the main thread alone."""
-    text = tmp_path / "text.txt"
-    text.write_text("a line of words to learn from\n" * 2000)
-    options = "--recipes mxfp8 --model 32,1,1,1,64 --steps 1 --batch 1 --seq 16 --vocab 300"
-    options += f" --threads 1 --device cpu --data {text} --cache {tmp_path}/cache --out {tmp_path}"
-    codes = []
-    thread = threading.Thread(target=lambda: codes.append(cli.main(["train", *options.split()])))
-    thread.start()
-    thread.join()
-    assert codes == [0], capsys.readouterr().err
-    assert (tmp_path / "report.md").exists()

@@ -6,7 +6,6 @@ mf.quantize_(model, "nvfp4")          converts linear layers, and prints which o
 loss.backward(); opt.step(); mf.step(model)
 """
 
-from .train import interrupt as _interrupt  # isort: skip  before torch: see its head
 from . import function_transforms as _function_transforms  # registers kernels of layers' ops
 from ._native import ops as _ops  # loads the operators; keep it before the rest
 from ._version import __version__

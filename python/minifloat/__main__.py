@@ -1,4 +1,4 @@
-"""python -m minifloat: the command `minifloat`, for launchers such as torchrun."""
+"""python -m minifloat: the command `minifloat`."""
 
 import sys
 

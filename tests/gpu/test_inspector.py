@@ -7,9 +7,8 @@ import pytest
 import torch
 from minifloat._native import ops
 from minifloat.inspector.nonfinite import find_nonfinite
-from minifloat.train.config import MixtureConfig
-from minifloat.train.model.llama import build_model, cross_entropy
 
+from tests.support.llama import ModelConfig, build_model, cross_entropy
 from tests.support.specs import BASES
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +42,7 @@ def test_statistics(device, spec):
 def test_a_model_with_experts(device):
     """Products are other engines' and sums have other orders, so errors agree to a tenth."""
     torch.manual_seed(0)
-    model = build_model(MixtureConfig(128, 2, 4, 2, 192, 512, 64, 4, 2, 1), 32, 1, "cpu")
+    model = build_model(ModelConfig(128, 2, 4, 2, 192, 512, 64, 4, 2, 1), 32, 1, "cpu")
     batch, found = torch.randint(0, 512, (4, 33)), []
     for where in (torch.device("cpu"), device):
         model.to(where)
@@ -57,7 +56,7 @@ def test_a_model_with_experts(device):
 
 
 def test_values_that_are_not_finite(device):
-    model = build_model(MixtureConfig(64, 2, 2, 2, 96, 300, 32, 4, 2, 1), 32, 1, "cpu").to(device)
+    model = build_model(ModelConfig(64, 2, 2, 2, 96, 300, 32, 4, 2, 1), 32, 1, "cpu").to(device)
     mf.quantize_(model, "nvfp4", verbose=False)
     batch = torch.randint(0, 300, (2, 33), device=device)
     assert find_nonfinite(model, batch, loss_of) is None

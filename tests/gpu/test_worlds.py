@@ -1,5 +1,5 @@
-"""Several ranks over NCCL: gathered, sharded and parallel weights have the whole's bytes, a job on
-two GPUs is a job on one, and a rank that is lost ends the others.
+"""Several ranks over NCCL: gathered, sharded and parallel weights have the whole's bytes, two GPUs
+train as one does, and a rank that is lost ends the others.
 
 pytest tests/gpu/test_worlds.py                  a GPU each, or shared GPUs where there are fewer
 pytest tests/gpu/test_worlds.py --device cpu     the same over gloo: tests the tests
@@ -19,7 +19,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from minifloat._native import ops
-from minifloat.train.job.checkpoint import read_records
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -30,14 +29,13 @@ from tests.distributed.test_faults import LOST, check_goes_on, die, lose_a_rank_
 from tests.gpu.layer_cases import require_close
 from tests.gpu.test_layers import tolerance
 from tests.moe.test_expert_faults import lose_a_rank_in_forward
+from tests.support.llama import ModelConfig, build_model, cross_entropy
 from tests.support.parallel_layers import RESULTS, check_layers
 from tests.support.parallel_models import EXACT, WIDTH, check_models
 from tests.support.same_bits import require_same, require_same_parts, require_same_results
 from tests.support.sharded_models import batch, built, sharded
-from tests.support.tiny_text import write_text
 from tests.support.whole_layers import BATCH, TOKENS, Case
 from tests.support.worlds import KILLED, device_of, last_words, run_world
-from tests.train.test_train_world import train
 
 pytestmark = pytest.mark.gpu
 
@@ -314,34 +312,47 @@ def test_unchanged_weights(device):
     run_ranks(device, check_reuse, REUSED, device.type)
 
 
-# ---- The job -------------------------------------------------------------------------------------
+# ---- Training ------------------------------------------------------------------------------------
 
 
-def test_training_is_one_process(device, tmp_path):
-    """Compares losses with those of one process.
+def check_training(rank: int, kind: str) -> None:
+    """Compares losses of a sharded Llama with those of one process.
 
     The first loss depends on no gradient. The product of half the rows may sum in another order, so
     bf16 logits differ by a rounding, 2^-9 of themselves, and the loss, log(300) at first, by less
     of itself. Before later losses each rank rounds its share of a gradient to bf16, 2^-8 of an
     element.
     """
-    if device.type == "cuda" and torch.cuda.device_count() < RANKS:
-        pytest.skip(f"torchrun needs {RANKS} GPUs, torch sees {torch.cuda.device_count()}")
-    folder = tmp_path / "text"
-    write_text(folder)
-    for processes in (1, RANKS):
-        how = "--recipes", "bf16,mxfp8", "--steps", "8", "--device", device.type
-        code, _, errors = train(folder, tmp_path / str(processes), processes, *how)
-        assert code == 0, errors
-    alone, parallel = (read_records(tmp_path / n / "metrics.jsonl") for n in ("1", str(RANKS)))
-    assert len(alone) == len(parallel) > 16
-    for a, b in zip(alone, parallel):
-        assert [a[key] for key in ("run", "kind", "step")] == [
-            b[key] for key in ("run", "kind", "step")
-        ]
-        name = "val_loss" if a["kind"] == "eval" else "loss"
-        limit = 2.0**-9 if a["step"] == 1 else 2.0**-8
-        assert abs(a[name] - b[name]) <= limit * a[name], (a, b)
+    device, words = device_of(rank, kind), torch.arange(33) * 7
+    for recipe in ("bf16", "mxfp8"):
+        models = [build_model(ModelConfig(64, 2, 2, 1, 96, 300), 32, 1, kind) for _ in range(2)]
+        if recipe != "bf16":
+            for model in models:
+                mf.quantize_(model, recipe, verbose=False)
+        for module in (*models[1].layers, models[1]):
+            fully_shard(module)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=2e-3) for model in models]
+        for step in range(8):
+            starts = torch.randint(300, (4, 1), generator=torch.Generator().manual_seed(step))
+            ids, losses = ((starts + words) % 300).to(device), []
+            parts = (ids, ids.chunk(RANKS)[rank])
+            for model, optimizer, part in zip(models, optimizers, parts, strict=True):
+                with torch.autocast(kind, torch.bfloat16):
+                    logits = model(part[:, :-1])
+                loss = cross_entropy(logits, part[:, 1:])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                mf.step(model)
+                losses.append(loss.detach())
+            alone, parallel = losses
+            dist.all_reduce(parallel)
+            limit = 2.0**-9 if step == 0 else 2.0**-8
+            assert abs(parallel / RANKS - alone) <= limit * alone, (recipe, step, losses)
+
+
+def test_training_is_one_process(device):
+    run_ranks(device, check_training, device.type)
 
 
 # ---- A lost rank ---------------------------------------------------------------------------------

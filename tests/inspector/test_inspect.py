@@ -10,17 +10,16 @@ import torch
 import torch.nn.functional as F
 from minifloat.inspector import inspect as inspector
 from minifloat.inspector.inspection import NOT_CALLED
-from minifloat.train.config import MixtureConfig, ModelConfig
-from minifloat.train.model.llama import build_model, cross_entropy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import foreign_experts
+from tests.support.llama import ModelConfig, build_model, cross_entropy
 from tests.support.same_bits import require_same_results
 
 VOCAB, SEQ = 300, 32
 DENSE = ModelConfig(64, 2, 2, 2, 128, VOCAB)
-MIXED = MixtureConfig(64, 2, 2, 2, 96, VOCAB, 32, 4, 2, 1)
+MIXED = ModelConfig(64, 2, 2, 2, 96, VOCAB, 32, 4, 2, 1)
 OPERANDS = ["x/fprop", "w/fprop", "g/dgrad", "w/dgrad", "g/wgrad", "x/wgrad"]
 
 
@@ -313,7 +312,7 @@ def test_what_waits_for_others_of_its_shape(monkeypatch):
         assert row.operands[0].scales == same.operands[0].scales == other.operands[0].scales
         assert row.y_error == pytest.approx(same.y_error) == pytest.approx(other.y_error)
     groups.clear()
-    three = MixtureConfig(64, 3, 2, 2, 96, VOCAB, 32, 4, 2, 1)  # the first has no experts
+    three = ModelConfig(64, 3, 2, 2, 96, VOCAB, 32, 4, 2, 1)  # the first has no experts
     mf.inspect(llama(three), ids(), ["mxfp8"], loss=loss_of)
     of_experts = [set(group) for group in groups if group[0].endswith(".experts")]
     assert set.union(*of_experts) == {"layers.1.moe.experts", "layers.2.moe.experts"}

@@ -6,9 +6,9 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat.inspector.nonfinite import find_nonfinite
-from minifloat.train.config import MixtureConfig, ModelConfig
-from minifloat.train.model.llama import build_model, cross_entropy
 from torch import nn
+
+from tests.support.llama import ModelConfig, build_model, cross_entropy
 
 CONFIG = ModelConfig(32, 3, 2, 2, 64, 300)
 
@@ -112,7 +112,7 @@ def test_the_gradient_of_a_parameter():
 
 
 def test_experts():
-    model = build_model(MixtureConfig(32, 2, 2, 2, 48, 300, 16, 4, 2, 1), 16, 1, "cpu")
+    model = build_model(ModelConfig(32, 2, 2, 2, 48, 300, 16, 4, 2, 1), 16, 1, "cpu")
     mf.quantize_(model, "mxfp8", verbose=False)
     with torch.no_grad():
         model.layers[1].moe.experts.w2[1, 0, 0] = math.nan

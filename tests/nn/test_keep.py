@@ -3,9 +3,9 @@
 import minifloat as mf
 import pytest
 import torch
-from minifloat.train.config import RunSpec, TrainConfig, parse_model, parse_recipes
-from minifloat.train.job.run import prepare_model
 from torch import nn
+
+from tests.support.llama import ModelConfig, build_model
 
 
 class Block(nn.Module):
@@ -225,28 +225,13 @@ def test_refuses(model, keep, message):
     assert not any(isinstance(module, mf.Linear) for module in model.modules())
 
 
-# ---- The trainer ---------------------------------------------------------------------------------
-MODEL = parse_model("32,2,2,1,64", 300)
-
-
-def test_the_trainer_has_the_same_default():
-    config = TrainConfig(model=MODEL)
-    (run,) = parse_recipes(["nvfp4"], [], seed=1)
-    model, converted, skipped = prepare_model(run, config)
-    mf.restore_(model)
-    report = mf.quantize_(model, "nvfp4", verbose=False)
-    assert (report.converted, report.skipped) == (converted, skipped)
-    assert dict(skipped) == {"output": 'keep="head": the head'}
-
-
-def test_the_trainers_policy_of_the_paper_trains_the_layers_of_its_map():
-    config = TrainConfig(model=MODEL)
-    (run,) = parse_recipes(["nvfp4 keep=nvfp4_paper"], [], seed=1)
-    written = RunSpec("nvfp4", "*: nvfp4; output: bf16; layers.1.*: bf16", 1)
-    found, want = (prepare_model(r, config) for r in (run, written))
-    assert found[1] == want[1]
+def test_the_policy_of_the_paper_is_that_of_its_map():
+    found, want = (build_model(ModelConfig(32, 2, 2, 1, 64, 300), 16, 1, "cpu") for _ in range(2))
+    report = mf.quantize_(found, "nvfp4", keep="nvfp4_paper", seed=1, verbose=False)
+    written = "*: nvfp4; output: bf16; layers.1.*: bf16"
+    assert mf.quantize_(want, written, seed=1, verbose=False).converted == report.converted
     tokens = torch.arange(2 * 16).reshape(2, 16)
-    assert torch.equal(found[0](tokens), want[0](tokens))
+    assert torch.equal(found(tokens), want(tokens))
 
 
 # ---- Texts that match nothing --------------------------------------------------------------------

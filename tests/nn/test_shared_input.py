@@ -8,11 +8,10 @@ import gc
 import minifloat as mf
 import pytest
 import torch
-from minifloat.train.config import ModelConfig
-from minifloat.train.model.llama import Attention, FeedForward, build_model, rotary_table
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.llama import Attention, FeedForward, ModelConfig, build_model, rotary_table
 from tests.support.reuse_counts import RECIPES, casts, without_reuse
 from tests.support.same_bits import require_same_numbers
 

@@ -1,4 +1,4 @@
-"""Text that lowers a tiny model's loss, for the trainer's tests."""
+"""Text that lowers a tiny model's loss."""
 
 import random
 

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.llama import Llama, ModelConfig
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -15,6 +17,13 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def llama8b(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module("gpu_llama8b")
+
+
+def test_a_step_counts_every_product(llama8b):
+    model = Llama(ModelConfig(32, 2, 2, 1, 64, 300), 16)
+    weights = 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64) + 32 * 300
+    attention = 2 * 2 * 16 * 32  # a token: 2 layers, 2 products, S D operations, causal half
+    assert llama8b.step_flops(model, tokens=32, seq=16) == 3 * 32 * (2 * weights + attention)
 
 
 def samples_of(llama8b, fits, expected, base=None):

@@ -109,7 +109,9 @@ def test_maps_of_the_trial_are_entries_with_the_same_share(parity, tmp_path, mon
     kept = {}
     for line in lines:
         plan = parity.Plan.parse(line, 1)
-        model = parity.LossLlama(parity.parse_model(trial.model, parity.VOCABULARY), trial.seq)
+        model = parity.LossLlama(
+            parity.ModelConfig.parse(trial.model, parity.VOCABULARY), trial.seq
+        )
         report = parity.quantize_(model, plan.recipe, keep=plan.spec.keep, verbose=False)
         left = {name for name, _ in report.skipped} & operations.keys() - {"output"}
         kept[plan.name] = sum(operations[name] for name in left)

@@ -10,7 +10,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from timeit import timeit
@@ -26,7 +26,7 @@ from ..nn.convert.quantize import quantize_
 from ..nn.state.model_state import step
 from ..recipe import presets
 from ..tensor.quantized import Quantized, quantize
-from ..train.model.measure import cuda_seconds, describe_product_dtype
+from .products import cuda_seconds, describe_product_dtype
 
 INSTRUCTIONS = ("avx2", "avx512_f", "avx512_bw", "avx512_bf16", "amx_bf16", "neon", "bf16", "sve")
 LAYERS = {"cuda": (16384, 4096, 4096), "cpu": (512, 1024, 1024)}  # tokens, K, N of the timed layer
@@ -35,8 +35,8 @@ CALLS = 4  # of a GPU in a round
 REBUILD = "in a clone of minifloat with nvcc on the path, run `pip install .`"
 
 
-def report(missing_packages: Sequence[str]) -> dict[str, Any]:
-    """Describes this machine.   missing_packages: those that `minifloat train` lacks"""
+def report() -> dict[str, Any]:
+    """Describes this machine."""
     gpus = found(list_gpus)
     device = "cuda" if torch.cuda.is_available() and ops.has_cuda() else "cpu"
     capability = torch.cuda.get_device_capability() if device == "cuda" else CPU
@@ -59,7 +59,7 @@ def report(missing_packages: Sequence[str]) -> dict[str, Any]:
         },
         "timed layer": "tokens {}, K {}, N {} on {}".format(*LAYERS[device], device),
         "recipes": {name: describe_recipe(name, capability, device) for name in presets()},
-        "missing": list(find_missing(gpus, missing_packages)),
+        "missing": list(find_missing(gpus)),
     }
 
 
@@ -133,7 +133,7 @@ def cast_on(index: int) -> Quantized:
     return quantize(torch.ones(1, 16, device=f"cuda:{index}"), "mxfp8")
 
 
-def find_missing(gpus: list[str] | str, packages: Sequence[str]) -> Iterator[str]:
+def find_missing(gpus: list[str] | str) -> Iterator[str]:
     """Yields what this machine lacks, and how to get it."""
     if isinstance(gpus, str):
         if not found(driver).startswith("not found"):
@@ -149,8 +149,6 @@ def find_missing(gpus: list[str] | str, packages: Sequence[str]) -> Iterator[str
             yield f"kernels for products of experts, which need CUTLASS's headers; {REBUILD}"
     if describe_product_dtype("cpu") != "bf16":
         yield "fast bf16 products of this CPU (x86-64 needs AVX-512); they are computed in fp32"
-    if packages:
-        yield f"packages of `minifloat train`; run `pip install {' '.join(packages)}`"
 
 
 # ---- Engines and their speed ---------------------------------------------------------------------

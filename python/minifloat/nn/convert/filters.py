@@ -2,7 +2,7 @@
 
 `keep` names the policy:
 
-    "head"         the head. The default of mf.quantize_, `minifloat train` and torchtitan's section
+    "head"         the head. The default of mf.quantize_ and of torchtitan's section
     "nvfp4_paper"  the head, and the last blocks, as NVIDIA pretrained in NVFP4 (arXiv 2509.25149,
                    section 4): at most 15% of the blocks, and at least one
     "nothing"      no layer

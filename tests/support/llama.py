@@ -1,34 +1,53 @@
-"""A small Llama, the model that `minifloat train` trains, dense or with mixtures of experts.
+"""A small Llama, dense or with mixtures of experts, for tests and benchmarks.
 
     tokens -> tok_embeddings -> layers.0 .. layers.L-1 -> norm -> output -> logits
 
     layer:  x = x + wo(attention(wq(n), wk(n), wv(n)))       n = RMSNorm(x)     rotary q and k
             x = x + w2(silu(w1(n)) * w3(n))                  n = RMSNorm(x)     (SwiGLU)
 
-    With mixtures of experts every layer but the first has an mf.MoE, `moe`, for the SwiGLU, and
-    routes as DeepSeek-V3 does (arXiv 2412.19437): sigmoid scores, normalised over the chosen
-    experts, balanced by a bias.
+    With experts every layer but the first has an mf.MoE, `moe`, for the SwiGLU, and routes as
+    DeepSeek-V3 does (arXiv 2412.19437): sigmoid scores, normalised over the chosen experts,
+    balanced by a bias.
 
-Module names are those of the Llama checkpoints (layers.3.attention.wq, layers.3.feed_forward.w2,
-output), so a recipe map for this model fits large models too. Parameters are fp32, and the caller's
-autocast chooses the dtype of the products; or they are bf16, without autocast. The residual stream
-has the parameters' dtype. A norm returns the compute dtype, so layers that share an input share one
-copy of it.
+Parameters are fp32, and the caller's autocast chooses the dtype of the products; or they are bf16,
+without autocast. The residual stream has the parameters' dtype. A norm returns the compute dtype,
+so layers that share an input share one copy of it.
 
 Shape suffixes: B sequences, S positions, D model width, H query heads, G key/value heads,
 E width of a head, F hidden width of the feed-forward, V vocabulary.
 """
 
 import math
+from dataclasses import dataclass
+from typing import cast
 
+import minifloat as mf
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...moe.layer import MoE
-from ..config import MixtureConfig, ModelConfig
-
 EPSILON = 1e-5  # of norms
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes. With experts: ffn is the first layer's, hidden that of one expert."""
+
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    hidden: int = 0
+    experts: int = 0
+    top_k: int = 0
+    shared: int = 0
+
+    @classmethod
+    def parse(cls, text: str, vocab: int) -> "ModelConfig":
+        """Parses `dim,layers,heads,kv_heads,ffn`."""
+        return cls(*map(int, text.split(",")), vocab)
 
 
 class RMSNorm(nn.RMSNorm):
@@ -101,9 +120,9 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(config.dim, EPSILON)
         self.moe: nn.Module | None = None
         self.feed_forward: nn.Module | None = None
-        if isinstance(config, MixtureConfig) and number > 0:
+        if config.experts and number > 0:
             sizes = (config.dim, config.hidden, config.experts, config.top_k)
-            self.moe = MoE(*sizes, shared_experts=config.shared, fused_w13=True)
+            self.moe = mf.MoE(*sizes, shared_experts=config.shared, fused_w13=True)
         else:
             self.feed_forward = FeedForward(config)
 
@@ -164,3 +183,10 @@ def build_model(config: ModelConfig, seq: int, seed: int, device: str) -> Llama:
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Computes the mean loss in nats a token, in fp32. logits: (B, S, V), targets: (B, S)."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def compile_layers(model: nn.Module) -> None:
+    """Compiles each layer, and forgets the code of other models: its number is limited."""
+    torch.compiler.reset()
+    for layer in cast(nn.ModuleList, model.layers):
+        layer.compile()

@@ -1,1 +1,0 @@
-"""The runs of a job, on one process or several, and the files that survive a kill."""

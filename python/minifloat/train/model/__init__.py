@@ -1,1 +1,0 @@
-"""The model of a job: the Llama, and what is measured of it."""
