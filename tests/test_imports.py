@@ -1,4 +1,4 @@
-"""The modules that `import minifloat` loads, and the hooks that they set."""
+"""The modules that `import minifloat` loads, and the functions that they register."""
 
 import subprocess
 import sys
@@ -26,8 +26,8 @@ def test_one_process_loads_nothing_of_torch_distributed_or_the_compiler():
     assert "minifloat.distributed.tensor_parallel.dtensor" not in found
 
 
-def test_every_hook_is_assigned():
-    from minifloat.nn.hooks import expert_hooks, hooks
+def test_every_function_is_registered():
+    from minifloat.nn.registry import distributed_functions, expert_functions
 
-    assert vars(hooks).keys() == type(hooks).__annotations__.keys()
-    assert vars(expert_hooks).keys() == type(expert_hooks).__annotations__.keys()
+    assert vars(distributed_functions).keys() == type(distributed_functions).__annotations__.keys()
+    assert vars(expert_functions).keys() == type(expert_functions).__annotations__.keys()

@@ -9,7 +9,7 @@ loss.backward(); opt.step(); mf.step(model)
 from . import function_transforms as _function_transforms  # registers kernels of layers' ops
 from ._native import ops as _ops  # loads the operators; keep it before the rest
 from ._version import __version__
-from .distributed import hooks as _hooks  # registers functions that layers call
+from .distributed import register as _register_distributed  # functions that layers call
 from .distributed.ending import destroy_process_group
 from .distributed.fsdp.gradients import quantize_gradients_
 from .distributed.fsdp.weight import precompute_float8_dynamic_scale_for_fsdp, precompute_scales
@@ -25,7 +25,7 @@ from .inspector.inspect import inspect
 from .inspector.inspection import Inspection
 from .lab.errors import Errors, errors
 from .lab.rules import Rule, fake_quantize, round_to
-from .moe import hooks as _moe_hooks  # registers functions for models with experts
+from .moe import register as _register_moe  # functions for models with experts
 from .moe.balance import balance_loss
 from .moe.grouped_mlp import grouped_mlp
 from .moe.layer import MoE

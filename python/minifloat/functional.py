@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ._native import ops
 from .checks import require_text
-from .nn.hooks import hooks, is_distributed
 from .nn.linear import needs_gradient, weight_operands
+from .nn.registry import distributed_functions, is_distributed
 from .recipe import Recipe
 
 
@@ -55,7 +55,9 @@ def linear(
     """
     if is_distributed(weight):
         recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
-        return hooks.linear(x, weight, bias, recipe, rng=rng, amax_history=amax_history)
+        return distributed_functions.linear(
+            x, weight, bias, recipe, rng=rng, amax_history=amax_history
+        )
     return ops.linear(
         x,
         weight,

@@ -11,7 +11,7 @@ import torch
 from minifloat.moe.convert.experts import ROUTER_REASON, find_routers
 from minifloat.moe.convert.projections import register_implementation
 from minifloat.moe.layer import Experts
-from minifloat.nn.hooks import Choice, Selection
+from minifloat.nn.registry import Choice, Selection
 from torch import nn
 
 from tests.support.experts import relative_error

@@ -29,9 +29,9 @@ from ..moe.router import Router
 from ..nn.convert.filters import Filters
 from ..nn.convert.selection import select
 from ..nn.grouped_product import product_of
-from ..nn.hooks import expert_hooks, is_distributed
 from ..nn.linear import Linear
 from ..nn.names import clean_name, join
+from ..nn.registry import expert_functions, is_distributed
 from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState
 from ..recipe import Recipe, RecipeMap
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -122,7 +122,7 @@ def find_layers(
     """
     found: dict[nn.Module, list[Layer]] = {}
     filters = Filters(model, RecipeMap("mxfp8"), (), None, "nothing")
-    selection = select(model, filters, expert_hooks.select(model, filters, None, False), False)
+    selection = select(model, filters, expert_functions.select(model, filters, None, False), False)
     chosen = {choice.module: choice.names for choice in selection.chosen}
     # Reasons against a conversion, except where a layer is converted already.
     reasons = dict(selection.skipped)

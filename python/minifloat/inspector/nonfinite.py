@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.convert.selection import display
-from ..nn.hooks import is_distributed
 from ..nn.names import clean_name, unwrapped
+from ..nn.registry import is_distributed
 from .layers import reshard, run
 
 

@@ -32,8 +32,8 @@ from ..nn.grouped_product import (
     matrix_of,
     product_of,
 )
-from ..nn.hooks import hooks, is_distributed
 from ..nn.linear import Linear, adopt
+from ..nn.registry import distributed_functions, is_distributed
 from ..nn.state.random_state import RngState, add_hooks
 from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState, draw_from
 from ..recipe import Recipe
@@ -275,7 +275,7 @@ class MoE(nn.Module):
 
     def _quantize(self, recipe: Recipe, name: str, seed: int) -> list[RecipeState]:
         """Gives the experts a recipe and a random state of their own; returns their states."""
-        names, plan = self.experts.weight_names, hooks.plan_experts(recipe)[0]
+        names, plan = self.experts.weight_names, distributed_functions.plan_experts(recipe)[0]
         products = add_products(self.experts, names, recipe, f"{name}.experts", gather_plan=plan)
         linears = {
             adopt(module, recipe, f"{name}.{fqn}"): recipe

@@ -18,8 +18,8 @@ from .._native import ops
 from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor
 from .cache.operand_cache import WeightCodes, weight_codes
-from .hooks import ExpertWeightGather, GatherPlan, hooks, is_distributed
 from .names import PRODUCT, join
+from .registry import ExpertWeightGather, GatherPlan, distributed_functions, is_distributed
 from .state.recipe_state import (
     DEFAULT_DELAYED,
     DelayedScaling,
@@ -313,7 +313,7 @@ def adopt_again(module: Any) -> None:
 def adopt_weight(module: Any, product: GroupedProduct, name: str, value: Any) -> None:
     """Prepares a parameter that is about to become the module's `name`."""
     if product.gather_plan is not None and is_distributed(value):
-        hooks.adopt_experts(module, product, module._parameters.get(name), value)
+        distributed_functions.adopt_experts(module, product, module._parameters.get(name), value)
 
 
 class TransposeOfCodes(torch.autograd.Function):

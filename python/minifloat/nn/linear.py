@@ -21,7 +21,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from .accumulation import TAKER, take_gradients, weight_sums
 from .cache.operand_cache import SharedInput, conditions_of, weight_codes
 from .convert.fast_paths import disable_fast_path, enable_fast_path
-from .hooks import GatherPlan, WeightGather, hooks, is_distributed
+from .registry import GatherPlan, WeightGather, distributed_functions, is_distributed
 from .state.model_state import share_random_state
 from .state.recipe_state import (
     DEFAULT_DELAYED,
@@ -122,7 +122,7 @@ class Linear(RecipeState, nn.Linear):
         if (weight_dtype := dtype or torch.get_default_dtype()) not in WEIGHT_DTYPES:
             raise ValueError(f"dtype: expected float32 or bfloat16, got {weight_dtype}")
         super().__init__(in_features, out_features, bias, device, dtype)
-        adopt(self, recipe, fqn, gather_plan=hooks.plan_gather(recipe)[0])
+        adopt(self, recipe, fqn, gather_plan=distributed_functions.plan_gather(recipe)[0])
         self.is_named = name is not None
         disable_fast_path(self)
         share_random_state(self, [self], seed, None)
@@ -133,7 +133,7 @@ class Linear(RecipeState, nn.Linear):
         weight, is_compiling = parameter_of(self, "weight"), torch.compiler.is_compiling()
         sums = weight_sums(self, weight)
         if is_distributed(weight):
-            return hooks.forward(self, input)
+            return distributed_functions.forward(self, input)
         if not weight.is_contiguous():
             weight = weight.contiguous()
         if self.weight_gather is not None and not is_compiling:
@@ -164,12 +164,13 @@ class Linear(RecipeState, nn.Linear):
         if name == "weight":
             require_known_class(self, value)
             if self.accumulate == "grad":
-                hooks.accumulate_gradients(self, value)
+                distributed_functions.accumulate_gradients(self, value)
             gather = self.weight_gather
             if gather is not None and gather.has_assigned(value):  # FSDP2 assigns twice a gather
                 self._parameters[name] = value
                 return
-            hooks.adopt_weight(self, value)  # FSDP2 assigns the parameter that it has sharded
+            # FSDP2 assigns the parameter that it has sharded.
+            distributed_functions.adopt_weight(self, value)
             if is_distributed(value):
                 self.weight_codes = None  # torch does not count writes to its memory
         super().__setattr__(name, value)
@@ -191,7 +192,7 @@ class Linear(RecipeState, nn.Linear):
         if self.stream.is_meta and not self.weight.is_meta:  # assigned
             self._move_state(self.weight.device)
         if self.weight_gather is not None:  # torch may have swapped in a plain shard
-            hooks.adopt_weight(self, self.weight)
+            distributed_functions.adopt_weight(self, self.weight)
         self._forget()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
@@ -201,7 +202,7 @@ class Linear(RecipeState, nn.Linear):
         if (weight := quantized_again(before, self.weight)) is not None:
             self.weight = weight
         if self.weight_gather is not None:
-            hooks.adopt_weight(self, self.weight)
+            distributed_functions.adopt_weight(self, self.weight)
         self._forget()
         return self
 

@@ -6,7 +6,7 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat.distributed.fsdp.private_state import UnknownFsdpError, policy_of
-from minifloat.distributed.hooks import accumulate_gradients
+from minifloat.distributed.register import accumulate_gradients
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import init_device_mesh

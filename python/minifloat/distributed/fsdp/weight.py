@@ -26,8 +26,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...nn.grouped_product import GroupedProduct
-from ...nn.hooks import is_distributed
 from ...nn.linear import Linear
+from ...nn.registry import is_distributed
 from ..handshake import require_same
 from .expert_gather import ExpertGather
 from .gather import BOTH_GATHERS, Gather, GatherPlan

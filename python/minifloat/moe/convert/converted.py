@@ -37,8 +37,8 @@ from ...nn.grouped_product import (
     matrix_of,
     product_of,
 )
-from ...nn.hooks import is_distributed
 from ...nn.names import PRODUCT, join
+from ...nn.registry import is_distributed
 from ...nn.state.recipe_state import ExpertRange
 from ..feed_forward import Gate, Order, Products, compute_dtype
 from .known import is_known

@@ -22,7 +22,6 @@ from ...nn.convert.foreign_code import code_of
 from ...nn.convert.reads import MISSING, hook_of
 from ...nn.convert.selection import already_converted
 from ...nn.grouped_product import GroupedProduct, add_products, remove_products
-from ...nn.hooks import Choice, Selection
 from ...nn.linear import (
     HIGH_PRECISION_INIT,
     dequantize_parameters,
@@ -30,6 +29,7 @@ from ...nn.linear import (
     reason_against_primary,
 )
 from ...nn.names import clean_name, join, owners_of_parameters
+from ...nn.registry import Choice, Selection
 from ...nn.state.recipe_state import WEIGHT_DTYPES
 from ...recipe import Recipe, operand_names
 from ...spec import Spec

@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from ..._native import ops
 from ...nn.grouped_product import ProductCall
-from ...nn.hooks import hooks
+from ...nn.registry import distributed_functions
 from ...nn.state.recipe_state import ExpertRange
 from ...recipe import Recipe, operand_names
 from ...spec import Spec
@@ -214,12 +214,12 @@ class CodeSender:
         found = ops.amax(x, self.spec.text, groups=table, rows_from=tokens)
         history, group = self.call.amax_history, self.experts.group
         if not self.spec.is_delayed or history is None:
-            found = hooks.reduce_amaxes(found, group)
+            found = distributed_functions.reduce_amaxes(found, group)
             return found, found
         place, own = operand_names().index(self.name), self._own
         active = torch.zeros_like(found)
         active[own] = history[place, :, ACTIVE]
-        found, active = hooks.reduce_amaxes(torch.stack([found, active]), group)
+        found, active = distributed_functions.reduce_amaxes(torch.stack([found, active]), group)
         # .data: no cast reads current amaxes, so backward does not take this for a write.
         current = history.data[place, :, CURRENT]
         torch.maximum(current, found[own], out=current)

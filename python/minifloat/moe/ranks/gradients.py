@@ -21,7 +21,7 @@ from torch import nn
 from ...checks import require_module
 from ...distributed.handshake import require_same
 from ...nn.grouped_product import local_of
-from ...nn.hooks import is_distributed
+from ...nn.registry import is_distributed
 from ..layer import Experts, divided_experts
 from .parallel_experts import ExpertParallel, group_of
 

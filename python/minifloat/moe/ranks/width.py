@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...nn.grouped_product import GroupedProduct, ProductCall, Sharding, product_of
-from ...nn.hooks import is_distributed
+from ...nn.registry import is_distributed
 from ...nn.state.random_state import require_shared_seed
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..feed_forward import compute_dtype, order_rows, uncompiled

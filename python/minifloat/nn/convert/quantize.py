@@ -18,7 +18,6 @@ from ...recipe import Recipe, RecipeMap
 from ..accumulation import ACCUMULATE
 from ..cache.operand_cache import share_inputs
 from ..fuse.find_mlps import convert_mlps, mlps_of, restore_mlps
-from ..hooks import COMPUTE_DTYPE, QUANTIZED, expert_hooks
 from ..linear import (
     HIGH_PRECISION_INIT,
     Linear,
@@ -29,6 +28,7 @@ from ..linear import (
     restore_linear,
 )
 from ..names import unwrapped
+from ..registry import COMPUTE_DTYPE, QUANTIZED, expert_functions
 from ..state.model_state import (
     require_same_random_state,
     share_random_state,
@@ -148,7 +148,7 @@ def quantize_(
     require_bool("verbose", verbose)
     filters = Filters(model, RecipeMap(recipe), filter_fqns, filter_fn, keep)
     selection = select(
-        model, filters, expert_hooks.select(model, filters, experts, primary), primary
+        model, filters, expert_functions.select(model, filters, experts, primary), primary
     )
     require_chosen(selection)
     if any(choice.recipe.is_stochastic for choice in selection.chosen):
@@ -169,7 +169,7 @@ def quantize_(
                     make_primary(layer, choice.names, choice.recipe, keep_high_precision_init)
                 new: list[RecipeState] = [layer]
             else:
-                new = expert_hooks.convert(
+                new = expert_functions.convert(
                     choice,
                     plan,
                     primary=primary,
@@ -241,7 +241,7 @@ def restore_(model: nn.Module) -> nn.Module:
     restore_mlps(model)
     for layer in [module for module in model.modules() if isinstance(module, Linear)]:
         restore_linear(layer)
-    expert_hooks.restore(model)
+    expert_functions.restore(model)
     enable_fast_paths_in(model)
     return model
 
@@ -252,7 +252,7 @@ def revert(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> Non
         module.weight = cast(nn.Parameter, parameters["weight"])
         restore_linear(module)
     elif not isinstance(module, nn.Linear):
-        expert_hooks.revert(module)
+        expert_functions.revert(module)
         module._parameters.update(parameters)
         for name in parameters:
             module.__dict__.pop(name + HIGH_PRECISION_INIT, None)

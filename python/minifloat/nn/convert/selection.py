@@ -16,9 +16,16 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import is_parametrized
 
 from ...recipe import Recipe
-from ..hooks import COMPUTE_DTYPE, Choice, PlannedGather, Selection, hooks, is_distributed
 from ..linear import reason_against_primary
 from ..names import clean_name, join, owners_of_parameters
+from ..registry import (
+    COMPUTE_DTYPE,
+    Choice,
+    PlannedGather,
+    Selection,
+    distributed_functions,
+    is_distributed,
+)
 from ..state.recipe_state import WEIGHT_DTYPES
 from .filters import Filters
 from .foreign_code import code_of, reason_unsafe
@@ -270,11 +277,13 @@ def plan_gathers(
         if (why := reason_against_codes(choice)) is not None:
             return None, f"weight is gathered in the compute dtype: {why}"
         is_linear = isinstance(choice.module, nn.Linear)
-        plan_for = hooks.plan_gather if is_linear else hooks.plan_experts
+        plan_for = (
+            distributed_functions.plan_gather if is_linear else distributed_functions.plan_experts
+        )
         planned = plan_for(choice.recipe)
         for weight in choice.weights if planned[0] is not None else ():
             if is_distributed(weight):
-                hooks.require_no_shard(choice.module, choice.fqn, weight)
+                distributed_functions.require_no_shard(choice.module, choice.fqn, weight)
         return planned
 
     return {choice.fqn: plan(choice) for choice in chosen}

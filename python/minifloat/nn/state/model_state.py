@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ..._native import ops
 from ...checks import require_module
-from ..hooks import expert_hooks, hooks
 from ..names import PRODUCT, clean_name, join, unwrapped
+from ..registry import distributed_functions, expert_functions
 from .random_state import (
     RngState,
     add_hooks,
@@ -85,13 +85,13 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
             f"got {group!r} ({type(group).__name__})"
         )
     name_layers(model)
-    fault = shared_streams(model) or expert_hooks.unread_losses(model)
-    layers, routers = converted(model), expert_hooks.routers(model)
-    ranks = hooks.group_of_step(unwrapped(model), layers, routers, group, fault)
+    fault = shared_streams(model) or expert_functions.unread_losses(model)
+    layers, routers = converted(model), expert_functions.routers(model)
+    ranks = distributed_functions.group_of_step(unwrapped(model), layers, routers, group, fault)
     forget_weights(layers)
     _roll_histories(layers, ranks)
-    expert_hooks.end_step(model, ranks)
-    hooks.precompute_scales(unwrapped(model))
+    expert_functions.end_step(model, ranks)
+    distributed_functions.precompute_scales(unwrapped(model))
 
 
 def _roll_histories(layers: list[tuple[str, RecipeState]], ranks: dist.ProcessGroup | None) -> None:
@@ -121,7 +121,9 @@ def _reduce_running(delayed: list[tuple[RecipeState, Tensor]], group: dist.Proce
     current = [history[..., 1] for _, history in delayed]
     ranges = [layer.expert_range for layer, _ in delayed]
     sent = [amaxes if r is None else r.of_all(amaxes) for r, amaxes in zip(ranges, current)]
-    reduced = hooks.reduce_amaxes(torch.cat([amaxes.reshape(-1) for amaxes in sent]), group)
+    reduced = distributed_functions.reduce_amaxes(
+        torch.cat([amaxes.reshape(-1) for amaxes in sent]), group
+    )
     split = reduced.split([amaxes.numel() for amaxes in sent])
     new = [amaxes.view_as(before) for amaxes, before in zip(split, sent)]
     new = [amaxes if r is None else r.own(amaxes) for r, amaxes in zip(ranges, new)]
@@ -166,9 +168,9 @@ def training_state(model: nn.Module) -> dict[str, Tensor]:
             name = join(fqn, "amax_history")
             divided.setdefault(layer.expert_range.group, []).append(name)
     for group, names in divided.items():
-        hooks.require_same_names("mf.training_state of", names, group)
+        distributed_functions.require_same_names("mf.training_state of", names, group)
         for name in names:
-            state[name] = hooks.reduce_amaxes(state[name], group)
+            state[name] = distributed_functions.reduce_amaxes(state[name], group)
     return state
 
 

@@ -21,8 +21,8 @@ from ...recipe import Recipe, operand_names
 from ...spec import Spec
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..cache.operand_cache import WeightCodes, fingerprint_of_ranks
-from ..hooks import ExpertWeightGather, WeightGather
 from ..names import clean_name, unwrapped
+from ..registry import ExpertWeightGather, WeightGather
 from .random_state import RngState, as_normal
 from .recomputation import Draws
 

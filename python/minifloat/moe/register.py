@@ -1,4 +1,4 @@
-"""Functions of mixtures of experts that `nn` calls. Importing this module registers them."""
+"""Registers the functions of mixtures of experts that `nn` calls, in nn/registry.py."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..nn.hooks import expert_hooks
 from ..nn.names import clean_name, unwrapped
+from ..nn.registry import expert_functions
 from .balance import drop_losses, unread_losses
 from .convert.experts import convert, restore, revert, select
 from .layer import divided_experts
@@ -73,10 +73,10 @@ def warn_of_dropped(layers: Iterable[ExpertParallel]) -> None:
         )
 
 
-expert_hooks.select = select
-expert_hooks.convert = convert
-expert_hooks.revert = revert
-expert_hooks.restore = restore
-expert_hooks.unread_losses = unread_losses
-expert_hooks.routers = routers_of
-expert_hooks.end_step = end_step
+expert_functions.select = select
+expert_functions.convert = convert
+expert_functions.revert = revert
+expert_functions.restore = restore
+expert_functions.unread_losses = unread_losses
+expert_functions.routers = routers_of
+expert_functions.end_step = end_step

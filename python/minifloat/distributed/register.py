@@ -1,6 +1,4 @@
-"""Functions of FSDP2 and tensor parallelism that layers call.
-
-Importing this module registers them with `nn` (nn/hooks.py).
+"""Registers the functions of FSDP2 and tensor parallelism that layers call, in nn/registry.py.
 
 DTensor takes seconds to import, so tensor parallelism is imported at the first DTensor weight.
 """
@@ -13,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..nn.hooks import hooks
 from ..nn.linear import Linear
+from ..nn.registry import distributed_functions
 from .fsdp.gather import plan_experts, plan_gather
 from .fsdp.private_state import UnknownFsdpError, find_fsdp_group, policy_of
 from .fsdp.weight import (
@@ -105,15 +103,15 @@ def forward(layer: nn.Module, x: Tensor) -> Tensor:
     return module_linear(cast(Linear, layer), x)
 
 
-hooks.plan_gather = plan_gather
-hooks.adopt_weight = wrap_sharded_weight
-hooks.plan_experts = plan_experts
-hooks.adopt_experts = wrap_sharded_experts
-hooks.require_no_shard = require_no_shard
-hooks.precompute_scales = precompute_scales
-hooks.group_of_step = group_of_step
-hooks.require_same_names = require_same_names
-hooks.reduce_amaxes = reduce_amaxes
-hooks.accumulate_gradients = accumulate_gradients
-hooks.linear = linear
-hooks.forward = forward
+distributed_functions.plan_gather = plan_gather
+distributed_functions.adopt_weight = wrap_sharded_weight
+distributed_functions.plan_experts = plan_experts
+distributed_functions.adopt_experts = wrap_sharded_experts
+distributed_functions.require_no_shard = require_no_shard
+distributed_functions.precompute_scales = precompute_scales
+distributed_functions.group_of_step = group_of_step
+distributed_functions.require_same_names = require_same_names
+distributed_functions.reduce_amaxes = reduce_amaxes
+distributed_functions.accumulate_gradients = accumulate_gradients
+distributed_functions.linear = linear
+distributed_functions.forward = forward

@@ -1,8 +1,8 @@
-"""Functions of `distributed` and `moe` that layers, conversion and mf.step call; no hooks of torch.
+"""The functions of `distributed` and `moe` that layers, conversion and mf.step call.
 
-`nn` imports neither package. `distributed/hooks.py` and `moe/hooks.py` assign their functions to
-`hooks` and `expert_hooks`, when `minifloat/__init__.py` imports them. A function may import its
-package at its first call, when the first DTensor is passed to a layer.
+`nn` imports neither package. `distributed/register.py` and `moe/register.py` assign their functions
+to `distributed_functions` and `expert_functions` when `minifloat/__init__.py` imports them. A
+function may import its package at its first call, when the first DTensor is passed to a layer.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class ExpertWeightGather(Protocol):
         """Returns the gathered weight as the op layer_operands would; on all ranks."""
 
 
-class DistributedHooks:
+class DistributedFunctions:
     """The functions that layers call for several processes."""
 
     # Recipe of a linear layer, or of a 3D weight of experts -> how FSDP2 gathers the weight.
@@ -74,7 +74,7 @@ class DistributedHooks:
     forward: Callable[[nn.Module, Tensor], Tensor]
 
 
-hooks = DistributedHooks()
+distributed_functions = DistributedFunctions()
 
 
 def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:
@@ -129,7 +129,7 @@ class Selection:
     routers: dict[nn.Module, tuple[str, str]] = field(default_factory=dict)
 
 
-class ExpertHooks:
+class ExpertFunctions:
     """The functions for models with experts."""
 
     # (model, filters, experts, primary) -> what to convert.
@@ -148,4 +148,4 @@ class ExpertHooks:
     end_step: Callable[[nn.Module, dist.ProcessGroup | None], None]
 
 
-expert_hooks = ExpertHooks()
+expert_functions = ExpertFunctions()
