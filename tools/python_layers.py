@@ -1,7 +1,7 @@
 """Rules for the imports of python/minifloat, which tools/check_layers.py applies.
 
     circles    no module imports itself through others, not even inside a function or for types
-    rooms      nn imports nothing of distributed; tensor imports nothing of nn or distributed
+    rooms      of tensor, nn, distributed and moe, none imports one that stands after it
     queries    only _native.py and spec.py call the operators about specs, or split a spec's text
 
 Modules are parsed, not imported. Every import statement counts, wherever it stands, and so does
@@ -18,7 +18,11 @@ from typing import NamedTuple
 PACKAGE = "minifloat"
 FOLDER = PurePosixPath("python")
 # Room -> the rooms that none of its modules may import, directly or not.
-CLOSED = {"nn": ("distributed",), "tensor": ("nn", "distributed")}
+CLOSED = {
+    "tensor": ("nn", "distributed", "moe"),
+    "nn": ("distributed", "moe"),
+    "distributed": ("moe",),
+}
 ANSWERERS = (f"{PACKAGE}._native", f"{PACKAGE}.spec")
 QUERIES = ("spec_info", "spec_sizes")
 CUTS = ("split", "rsplit", "partition", "rpartition")
@@ -120,7 +124,9 @@ def rooms(modules: Mapping[str, Module], graph: Graph) -> Iterator[Broken]:
         for name in sorted(outside):
             for target, line in graph[name].items():
                 if room_of(target) in closed:
-                    message = f"{room} reaches {target} here: let that room register a hook instead"
+                    message = (
+                        f"{room} reaches {target} here: let that room register a function instead"
+                    )
                     yield Broken(modules[name].path, line, message)
 
 
@@ -207,6 +213,9 @@ CASES: tuple[tuple[dict[str, str], int], ...] = (
     ({"tensor/a.py": "from ..nn.b import x\n", "nn/b.py": ""}, 1),
     ({"tensor/a.py": "from ..distributed.b import x\n", "distributed/b.py": ""}, 1),
     ({"tensor/a.py": "", "nn/b.py": "from ..tensor import a\n"}, 0),
+    ({"distributed/t/a.py": "from ...moe.b import x\n", "moe/b.py": ""}, 1),
+    ({"nn/a.py": "from ..moe.b import x\n", "moe/b.py": ""}, 1),
+    ({"moe/b.py": "from ..distributed.a import x\n", "distributed/a.py": ""}, 0),
     ({"a.py": "from ._native import ops\nops.spec_sizes(s, 1, 1)\n", "_native.py": ""}, 1),
     ({"a.py": "from ._native import ops as o\no.spec_info(s)\n", "_native.py": ""}, 1),
     ({"a.py": "import torch\ntorch.ops.minifloat.spec_sizes(s)\n"}, 1),

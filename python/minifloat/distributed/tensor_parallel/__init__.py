@@ -1,10 +1,9 @@
-"""Tensor parallelism: QuantizedColwiseParallel, cut_along_width of experts, and the sharding rules
-of the pure ops.
+"""Tensor parallelism: of linear layers, of experts along their hidden width, and of pure ops.
 
-Importing this package registers the rules with DTensor.
+Importing this package registers the sharding rules of the pure ops with DTensor.
 """
 
-from ...moe.ranks.width import cut_along_width
 from .dtensor import QuantizedColwiseParallel
+from .experts import cut_along_width
 
 __all__ = ["QuantizedColwiseParallel", "cut_along_width"]
