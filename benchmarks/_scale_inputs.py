@@ -19,7 +19,8 @@ from math import ceil
 import _gpu_timing as timing  # first: it makes minifloat importable
 import minifloat as mf
 from minifloat.distributed.fsdp.gather import plan_gather
-from minifloat.moe.ranks.exchange import ROW_METADATA, X, spec_of
+from minifloat.moe.ranks.exchange import ROW_METADATA
+from minifloat.moe.ranks.operand_cast import X, operand_spec
 from minifloat.spec import Spec
 
 MEASURED = timing.ROOT / "docs" / "measured"
@@ -252,7 +253,7 @@ def gathered_bits(recipe: str) -> tuple[float, float, float]:
 @cache
 def row_bytes(recipe: str, name: str, dim: int) -> int:
     """Returns the bytes of a row of x (X) or of g (G) that mf.expert_parallel sends as codes."""
-    spec = spec_of(name, recipe if recipe in mf.presets() else "bf16")
+    spec = operand_spec(name, recipe if recipe in mf.presets() else "bf16")
     own = dim * spec.bits / 8 + 4 * (spec.amax_of == "row")
     if name == X:
         own += sum(dtype.itemsize * count for dtype, count in ROW_METADATA)

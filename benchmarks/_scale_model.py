@@ -22,7 +22,7 @@ from _scale_inputs import (  # first: it makes minifloat importable
     rates_of,
     row_bytes,
 )
-from minifloat.moe.ranks.exchange import G, X
+from minifloat.moe.ranks.operand_cast import G, X
 
 CONTENTION = 0.2  # of a hidden transfer's time at NVLink's speed: what it takes from compute
 ADAMW = 7  # words an element: parameter, gradient and two states read, all but the gradient written

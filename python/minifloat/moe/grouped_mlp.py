@@ -169,9 +169,9 @@ def run_agreed(
     kind = parallel.dispatch, capacity, compute_dtype(x), x.device
     key = *sizes, *kind, x.shape[0] if capacity == ALL else None
     seen = SEEN.setdefault(parallel.group, {})
-    parallel.title = seen.get(key)
+    parallel.agreed_config = seen.get(key)
     y = parallel.forward(lambda *_: products, x, indices, weights)
-    seen[key] = parallel.title
+    seen[key] = parallel.agreed_config
     if len(seen) > MOST_SEEN:
         del seen[next(iter(seen))]
     return y

@@ -1,18 +1,20 @@
-"""Rows on their way to experts of other ranks, and back.
+"""Plans the exchange of one forward's rows between ranks, and sends rows by the plan.
 
-    rows, by expert      [to rank 0: r0 r1 …][to rank 1: …]…[to no rank]        M rows
-    send                 one all_to_all_single; rows that arrive lie in the order of their ranks
-    back                 the way back of as many rows, of any width
+    rows, sorted by expert   [to rank 0: r0 r1 …][to rank 1: …]…[to no rank]           M rows
+    dispatch                 one all_to_all_single; rows arrive in the order of their ranks
+    combine                  the same in the other direction: as many rows return, of any width
 
-A row is bytes: fields of several dtypes, side by side where the op row_layout says.
+Forward dispatches tokens and combines results. Backward uses the same plan: it dispatches the
+gradients of results, and combines the gradients of tokens.
 
-Shape suffixes: M rows that this rank sends, R ranks, B bytes of a row.
+Shape suffixes: T tokens, k slots, M rows that this rank sends, R ranks, B bytes of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,10 +22,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._native import ops
+from ..feed_forward import Order
 
 
 class RowLayout:
-    """The fields of a row: (dtype, columns) each."""
+    """The layout of a row as bytes.
+
+    Args:
+        fields: (dtype, columns) of each field, in order. The op row_layout places them.
+    """
 
     def __init__(self, *fields: tuple[torch.dtype, int]) -> None:
         sizes = [dtype.itemsize * columns for dtype, columns in fields]
@@ -44,9 +51,10 @@ class RowLayout:
         Args:
             tensors: of the dtypes of the fields.
             index: int32 (M), for fields with slots.
-            slots: of each field, whose row n is the tensor's row index[n] / slots; 0: its row n.
-            rows_from: int32, n of each row of the message, -1 of a row of zeros; None: all in
-                order.
+            slots: one number a field. Row n of a field is row index[n] / slots of its tensor; where
+                the number is 0, it is row n.
+            rows_from: int32, the row n that each row of the message has, -1: a row of zeros;
+                None: all rows in order.
 
         Returns:
             uint8 (rows of the message, B).
@@ -61,10 +69,10 @@ class RowLayout:
 
 
 class Dispatcher(Protocol):
-    """A caller's own way of rows. Each call is made on all ranks of the group.
+    """The two functions by which a caller sends rows itself. All ranks of the group call each.
 
-    Rows are bytes: values or codes, scales, ids and routing weights. The layer reads what it needs
-    from the rows that arrive, so they may arrive in any order.
+    A row is bytes: values or codes, scales, ids and routing weights. The layer reads them from each
+    row, so rows may arrive in any order.
     """
 
     def dispatch(self, rows: Tensor, experts: Tensor, handle: Any) -> tuple[Tensor, Any]:
@@ -73,11 +81,11 @@ class Dispatcher(Protocol):
         Args:
             rows: uint8 (M, B), contiguous, in the order of their experts. B is a multiple of 16,
                 equal on all ranks.
-            experts: int32 (M), the experts' numbers among all ranks, ascending. The number of
-                experts, after the last one, stands for none: such rows are not sent. Expert e is
-                on rank e // (experts / ranks).
-            handle: None in forward. In backward what this forward's call returned: the rows of the
-                second call must arrive in the order of the first.
+            experts: int32 (M), the experts' numbers among all ranks, ascending. Expert e is on rank
+                e // (experts / ranks). A number equal to the count of experts means no expert: the
+                row is not sent.
+            handle: None in forward. In backward, what the forward's call returned: rows must then
+                arrive in the order in which they arrived in forward.
 
         Returns:
             The rows that arrive, uint8 (any number, B), and a handle. Rows of zeros are ignored.
@@ -98,151 +106,163 @@ class Dispatcher(Protocol):
         ...
 
 
-class SentGroups(NamedTuple):
-    """The rows that are sent, without those that are dropped, in the groups of their experts.
+@dataclass(eq=False, kw_only=True)
+class ExchangePlan:
+    """Where each row of one forward goes. A subclass sends rows in one of three ways.
 
     Args:
-        rows: int32 (M), their numbers, then those of the others.
-        table: of their groups.
-    """
-
-    rows: Tensor
-    table: Tensor
-
-
-class Route:
-    """The way of one forward's messages to the experts' ranks, and of others back.
+        order: of the rows that this rank sends, sorted by their experts among all ranks.
+        pair_ids: int32 (M), the number among all ranks of each row's pair of token and slot.
+        local_experts: int32 (M), one more than the number of each row's expert among those of its
+            rank; 0 where no expert computes the row.
 
     Attributes:
-        rows_from: int32, which of the rows a message has, -1 for a row of zeros; None: all.
+        rows_from: int32, the row that each row of a message has, -1: a row of zeros; None: a
+            message has all rows in order.
     """
 
-    rows_from: Tensor | None = None
+    order: Order
+    pair_ids: Tensor
+    local_experts: Tensor
+    rows_from: Tensor | None = field(default=None, init=False)
 
     def wait(self) -> None:
         """Returns once the ranks are known to have the same layer, or raises ValueError."""
 
-    def send(self, rows: Tensor) -> Tensor:
-        """Sends the rows of a message, uint8, and returns those that arrive."""
+    def dispatch(self, rows: Tensor) -> Tensor:
+        """Sends the rows of a message, uint8, to their experts; returns those that arrive."""
         raise NotImplementedError
 
-    def back(self, rows: Tensor) -> Tensor:
-        """Sends rows back, and returns as many as the message had."""
+    def combine(self, rows: Tensor) -> Tensor:
+        """Sends as many rows as arrived back; returns as many as the message had."""
         raise NotImplementedError
 
-    def places(self, places: Tensor) -> Tensor:
-        """Returns where in a message the rows of these numbers are, int32, -1 of one not sent."""
-        return places
+    def slot_positions(self) -> Tensor:
+        """Returns the position in a message of each slot's row, int32 (T, k); -1: not sent."""
+        return self.order.places
 
-    def sent_groups(self, offs: Tensor) -> SentGroups | None:
-        """Returns the rows that are sent, of groups that end at `offs`; None: all are."""
+    def kept_rows(self) -> tuple[Tensor, Tensor] | None:
+        """Returns the rows that a capacity does not drop; None: it drops none.
+
+        Returns:
+            int32 (M), the numbers of the kept rows, then those of the dropped ones; and the table
+            of groups of the kept rows, one group an expert.
+        """
         return None
 
 
-class ExactRoute(Route):
-    """Sends all rows. The host waits for their numbers, at the latest where rows are first sent.
+@dataclass(eq=False, kw_only=True)
+class ExactPlan(ExchangePlan):
+    """Sends all rows, in messages of exact sizes.
+
+    The host waits for the counts of rows, at the latest in the first `dispatch`.
 
     Args:
         group: the ranks.
-        read: waits for the device, compares the ranks' layers, and returns how many rows go to
-            each rank and how many come from each.
-        rows: M, with rows for no expert at the end.
+        read_counts: waits for the device, compares the ranks' layers, and returns how many rows go
+            to each rank and how many come from each.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, read: Callable[[], tuple[list[int], list[int]]], rows: int
-    ) -> None:
-        self.group, self.rows = group, rows
-        self.read: Callable[[], tuple[list[int], list[int]]] | None = read
-        self.sent: list[int] = []
-        self.received: list[int] = []
+    group: dist.ProcessGroup
+    read_counts: Callable[[], tuple[list[int], list[int]]] | None
+    send_counts: list[int] = field(default_factory=list, init=False)
+    receive_counts: list[int] = field(default_factory=list, init=False)
 
     def wait(self) -> None:
-        if self.read is not None:
-            (self.sent, self.received), self.read = self.read(), None
+        if self.read_counts is not None:
+            self.send_counts, self.receive_counts = self.read_counts()
+            self.read_counts = None
 
-    def send(self, rows: Tensor) -> Tensor:
+    def dispatch(self, rows: Tensor) -> Tensor:
         self.wait()
-        received = rows.new_empty(sum(self.received), rows.shape[1])
-        own = rows[: sum(self.sent)]
-        dist.all_to_all_single(received, own, self.received, self.sent, group=self.group)
+        splits = self.receive_counts, self.send_counts
+        received = rows.new_empty(sum(self.receive_counts), rows.shape[1])
+        dist.all_to_all_single(received, rows[: sum(self.send_counts)], *splits, group=self.group)
         return received
 
-    def back(self, rows: Tensor) -> Tensor:
-        returned, count = rows.new_empty(self.rows, rows.shape[1]), sum(self.sent)
-        returned[count:].zero_()
-        dist.all_to_all_single(returned[:count], rows, self.sent, self.received, group=self.group)
+    def combine(self, rows: Tensor) -> Tensor:
+        splits, count = (self.send_counts, self.receive_counts), sum(self.send_counts)
+        returned = rows.new_empty(self.order.pairs.shape[0], rows.shape[1])
+        returned[count:].zero_()  # rows for no expert, which are at the end
+        dist.all_to_all_single(returned[:count], rows, *splits, group=self.group)
         return returned
 
 
-class CapacityRoute(Route):
-    """Sends at most `capacity` rows to each rank, in buffers of one size. Nothing waits.
+@dataclass(eq=False, kw_only=True)
+class CapacityPlan(ExchangePlan):
+    """Sends at most `capacity` rows to each rank, in messages of one size. Nothing waits.
 
     Args:
         group: the ranks.
-        counts: int64 (R), rows to each rank, on the device.
+        send_counts: int64 (R), rows for each rank, on the device.
         capacity: rows.
-        rows: M, with rows for no expert at the end.
         may_drop: whether more rows than the capacity can go to one rank.
+
+    Attributes:
+        dropped: int64 (), how many rows are past the capacity.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, counts: Tensor, capacity: int, rows: int, may_drop: bool
-    ) -> None:
-        self.group, self.may_drop = group, may_drop
-        device = counts.device
+    group: dist.ProcessGroup
+    send_counts: Tensor
+    capacity: int
+    may_drop: bool
+    dropped: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        counts, device = self.send_counts, self.send_counts.device
         ends = counts.cumsum(0)
-        # Of each rank, and of the rows for no expert, which none receives.
-        starts, kept = F.pad(ends, (1, 0)), F.pad(counts.clamp(max=capacity), (0, 1))
+        # One more entry than ranks: the last is that of rows for no expert, which are not sent.
+        starts, kept = F.pad(ends, (1, 0)), F.pad(counts.clamp(max=self.capacity), (0, 1))
         self.dropped = counts.sum() - kept.sum()
-        place = torch.arange(capacity, device=device)
+        place = torch.arange(self.capacity, device=device)
         rows_from = (starts[:-1, None] + place).masked_fill(place >= kept[:-1, None], -1)
         self.rows_from = rows_from.reshape(-1).int()
-        row = torch.arange(rows, device=device)
+        row = torch.arange(self.order.pairs.shape[0], device=device)
         rank = torch.searchsorted(ends, row, right=True)
-        number = row - starts[rank]
-        self.is_sent = number < kept[rank]
-        self.place_of_row = (rank * capacity + number).masked_fill(~self.is_sent, -1).int()
+        number = row - starts[rank]  # among the rows for the same rank
+        position = rank * self.capacity + number
+        self._positions = position.masked_fill(number >= kept[rank], -1).int()
 
-    def send(self, rows: Tensor) -> Tensor:
+    def dispatch(self, rows: Tensor) -> Tensor:
         received = torch.empty_like(rows)
         dist.all_to_all_single(received, rows, group=self.group)
         return received
 
-    def back(self, rows: Tensor) -> Tensor:
-        return self.send(rows)
+    combine = dispatch
 
-    def places(self, places: Tensor) -> Tensor:
-        return self.place_of_row.take(places.long())
+    def slot_positions(self) -> Tensor:
+        return self._positions.take(self.order.places.long())
 
-    def sent_groups(self, offs: Tensor) -> SentGroups | None:
+    def kept_rows(self) -> tuple[Tensor, Tensor] | None:
         if not self.may_drop:
             return None
-        count = self.is_sent.cumsum(0)
-        ends = torch.cat([count.new_zeros(1), count]).index_select(0, offs)
-        numbers = (~self.is_sent).byte().argsort(stable=True).int()
-        return SentGroups(numbers, ops.group_table(ends.int(), numbers.shape[0]))
+        is_dropped = self._positions < 0
+        count = (~is_dropped).cumsum(0)
+        ends = torch.cat([count.new_zeros(1), count]).index_select(0, self.order.offs)
+        numbers = is_dropped.byte().argsort(stable=True).int()
+        return numbers, ops.group_table(ends.int(), numbers.shape[0])
 
 
-class DispatcherRoute(Route):
-    """The way of a caller's dispatcher.
+@dataclass(eq=False, kw_only=True)
+class DispatcherPlan(ExchangePlan):
+    """Sends rows by a caller's dispatcher.
 
     Args:
         dispatcher: the caller's.
         experts: int32 (M), as Dispatcher.dispatch takes them.
     """
 
-    def __init__(self, dispatcher: Dispatcher, experts: Tensor) -> None:
-        self.dispatcher, self.experts = dispatcher, experts
-        self.handle: Any = None
+    dispatcher: Dispatcher
+    experts: Tensor
+    handle: Any = field(default=None, init=False)
 
-    def send(self, rows: Tensor) -> Tensor:
+    def dispatch(self, rows: Tensor) -> Tensor:
         received, handle = self.dispatcher.dispatch(rows, self.experts, self.handle)
         if self.handle is None:
             self.handle = handle
         return require_rows("dispatch", received, None, rows.shape[1])
 
-    def back(self, rows: Tensor) -> Tensor:
+    def combine(self, rows: Tensor) -> Tensor:
         returned = self.dispatcher.combine(rows, self.handle)
         return require_rows("combine", returned, self.experts.shape[0], rows.shape[1])
 

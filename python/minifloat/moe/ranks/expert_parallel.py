@@ -30,9 +30,9 @@ def expert_parallel(
 ) -> Module:
     """Divides the experts of each mf.MoE in the model over ranks, in place.
 
-    Each rank keeps the parameters of E / ranks experts, in the order of the ranks. The ranks route
-    tokens of their own, so they count as data-parallel ranks. The gradient of an expert is the sum
-    over all ranks' tokens. Ranks must have equal weights before. Call it before or after
+    Each rank keeps the parameters of E / ranks experts, in the order of the ranks. Each rank has
+    tokens of its own, so the ranks count as data-parallel ranks. The gradient of an expert is the
+    sum over all ranks' tokens. Ranks must have equal weights before. Call it before or after
     mf.quantize_, and before fully_shard and before an optimizer is built.
 
     Args:
@@ -45,8 +45,8 @@ def expert_parallel(
             with equal numbers of tokens on all ranks. No pass waits for the device then. Rows past
             the capacity are dropped, and mf.step warns of them. None: exact sizes, for which each
             forward copies counts to the host once.
-        dispatcher: a caller's own way of rows, an object with the two functions of
-            moe.ranks.dispatch.Dispatcher; None: torch's all_to_all_single.
+        dispatcher: an object with the two functions of moe.ranks.dispatch.Dispatcher, by which the
+            caller sends rows itself; None: torch's all_to_all_single.
 
     Returns:
         The model.

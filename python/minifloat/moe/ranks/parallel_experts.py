@@ -1,20 +1,22 @@
-"""Expert parallelism: each rank of a group has E / ranks experts, and rows travel to them.
+"""Computes experts over the ranks of a group: each rank has E / ranks of them, and rows travel.
 
-    counts of rows, tokens, random states      one small all_to_all
-    rows of tokens -> ranks of their experts   one all_to_all    backward: gradients of tokens <-
-    results -> ranks of their tokens           one all_to_all    backward: gradients of results <-
+    counts of rows and tokens, hashes, random states     one small all-to-all
+    rows of tokens  -> ranks of the experts              one all-to-all    backward: gradients <-
+    results         -> ranks of the tokens               one all-to-all    backward: gradients <-
 
-The operands of an expert's products equal, byte for byte, those of one process with the tokens of
-all ranks in the order of the ranks: rows are sorted by the numbers of their pairs among all ranks,
-random bits come from these numbers, and from the random state of the group's first rank.
+An expert's products have the operands, byte for byte, that they have in one process with the tokens
+of all ranks, in the order of the ranks. For that, rows are sorted by their pair ids among all
+ranks. Random bits come from these ids, and from the random state of the group's first rank.
 
-Ranks compare titles, which describe a layer's configuration, or the titles' 64-bit numbers:
+All ranks must have the same layer. Each describes its configuration in a text, and ranks compare
+the texts or their 64-bit hashes:
 
-    first forward     ranks wait for each other, and compare their titles
-    later             each rank sends its title's number with its counts of rows
-        exact sizes   every rank reads the numbers of all ranks with the counts; where they differ,
-                      ranks compare their titles as in the first forward, which raises on each
-        else          a rank reads them where its own title has changed: nothing waits otherwise
+    first forward     ranks wait for each other, and compare the texts
+    later             each rank sends its hash with its counts of rows
+        exact sizes   every rank reads all hashes with the counts. Where they differ, ranks compare
+                      the texts as in the first forward, and each raises an error
+        otherwise     only a rank whose own configuration has changed reads the hashes. No other
+                      rank waits for the device
 
 Shape suffixes: T tokens, k slots, M = T * k rows, R ranks, E experts of all ranks, n of this one.
 """
@@ -47,8 +49,9 @@ from ..feed_forward import (
     weighted_biases,
 )
 from ..router import is_recomputed
-from .dispatch import CapacityRoute, Dispatcher, DispatcherRoute, ExactRoute, Route
-from .exchange import CodeSender, G, Way, X, run_on_ranks, spec_of, why_values
+from .dispatch import CapacityPlan, Dispatcher, DispatcherPlan, ExactPlan, ExchangePlan
+from .exchange import run_on_ranks
+from .operand_cast import G, OperandCast, X, operand_spec, why_not_codes
 
 Prepare = Callable[[Tensor, bool], Products]  # begins a forward, as Experts.prepare
 
@@ -59,10 +62,7 @@ EQUAL = "expert_parallel: expected all ranks to have the same layer"
 
 
 def to_host(numbers: Tensor) -> list[int]:
-    """Copies numbers to the host, and waits for the device.
-
-    No other function of a forward does.
-    """
+    """Copies numbers to the host. No other function of a forward waits for the device."""
     return numbers.tolist()
 
 
@@ -91,9 +91,9 @@ class ExpertParallel:
         self.experts, self.local = experts, experts // self.ranks
         self.first_expert = self.rank * self.local
         self.expert_range = ExpertRange(self.first_expert, self.local, experts, group)
-        # The title that all ranks were seen to have; None: before the first forward.
-        self.title: str | None = None
-        # int64 (1), rows that this rank dropped since the last mf.step; None: it cannot drop any.
+        # The configuration that all ranks had when they last compared; None: before the first.
+        self.agreed_config: str | None = None
+        # int64 (1), rows that this rank dropped since the last mf.step; None: it has no counter.
         self.dropped: Tensor | None = None
         self.step_dropped = 0  # rows that this rank dropped in the step before
 
@@ -111,25 +111,31 @@ class ExpertParallel:
         weights_Tk: Tensor,
         cast: Callable[[Tensor], Operand | None] | None = None,
     ) -> Tensor:
-        """Computes each token's weighted sum of experts, on whatever ranks they are."""
+        """Computes each token's weighted sum of experts, on whatever ranks they are.
+
+        Args:
+            prepare: begins the forward of this rank's experts.
+            x_TD: (T, D), float32 or bfloat16.
+            indices_Tk: (T, k) integers, the expert of each slot among all ranks.
+            weights_Tk: (T, k), routing weights.
+            cast: returns x as codes where the layer has them already, or None.
+
+        Returns:
+            (T, D), in the compute dtype.
+        """
         x = x_TD.to(compute_dtype(x_TD))
         order = order_rows(indices_Tk, self.experts)
         # Rows that arrive require a gradient where the weights of their slots do.
         products = prepare(x, x.requires_grad or weights_Tk.requires_grad)
-        rows = torch.arange(order.pairs.shape[0], dtype=torch.int32, device=x.device)
-        expert_M = torch.searchsorted(order.offs, rows, right=True)  # E for a row of no expert
-        title, slots = self._title(products, x, indices_Tk), indices_Tk.shape[1]
-        route, first_token, rng = self._exchange(order, products.calls, title, expert_M, slots)
+        config = self._config(products, x, indices_Tk)
+        plan, rng = self._plan(order, products.calls, config)
         calls = [  # with the group's random state
             replace(call, rng=None if call.rng is None else state, first_expert=self.first_expert)
             for call, state in zip(products.calls, rng)
         ]
         products = replace(products, calls=calls)
-        ids = order.pairs + (first_token * slots).int()
-        local_M = torch.where(expert_M < self.experts, expert_M % self.local + 1, 0).int()
-        senders = self._sender(X, calls[:-1]), self._sender(G, calls[-1:])
-        way = Way(route, *senders, order, ids, local_M)
-        tokens = cast(x_TD) if cast is not None and way.x is not None else None
+        casts = self._operand_cast(X, calls[:-1]), self._operand_cast(G, calls[-1:])
+        tokens = None if cast is None or casts[0] is None else cast(x_TD)
 
         def biases_of_tokens() -> Tensor | None:
             bias, weights = products.output_bias, weights_Tk
@@ -138,22 +144,23 @@ class ExpertParallel:
             # The import takes 50 ms.
             from torch.distributed._functional_collectives import all_gather_tensor_autograd
 
-            if isinstance(route, CapacityRoute):  # a row that was dropped has no bias either
-                weights = weights.masked_fill(~route.is_sent.take(order.places.long()), 0)
+            if isinstance(plan, CapacityPlan):  # a row that was dropped has no bias either
+                weights = weights.masked_fill(plan.slot_positions() < 0, 0)
             bias = all_gather_tensor_autograd(bias.float().contiguous(), 0, self.group)
             return weighted_biases(indices_Tk, weights, bias)
 
-        return run_on_ranks(way, products, x, weights_Tk, tokens, biases_of_tokens)
+        return run_on_ranks(plan, casts, products, x, weights_Tk, tokens, biases_of_tokens)
 
-    def _sender(self, name: str, calls: Sequence[ProductCall]) -> CodeSender | None:
+    def _operand_cast(self, name: str, calls: Sequence[ProductCall]) -> OperandCast | None:
         """Returns the cast of X or G, which `calls` read; None where it travels as values."""
-        if self.dispatch != "codes" or why_values(name, calls) is not None:
+        if self.dispatch != "codes" or why_not_codes(name, calls) is not None:
             return None
-        return CodeSender(name, calls[0], self.expert_range)
+        return OperandCast(name, calls[0], self.expert_range)
 
-    # ---- what ranks agree on ---------------------------------------------------------------------
+    # ---- the plan of a forward -------------------------------------------------------------------
 
-    def _title(self, products: Products, x: Tensor, indices_Tk: Tensor) -> str:
+    def _config(self, products: Products, x: Tensor, indices_Tk: Tensor) -> str:
+        """Describes what must be equal on all ranks, as one text."""
         _, hidden, dim = products.matrices[-1].shape
         names = *input_names(len(products.biases)), "w2"
         biases = zip(names, (*products.biases, products.output_bias))
@@ -166,103 +173,120 @@ class ExpertParallel:
         )
         return f"{text}, {x.shape[0]} tokens" if self.capacity == ALL else text
 
-    def _exchange(
-        self,
-        order: Order,
-        calls: Sequence[ProductCall],
-        title: str,
-        expert_M: Tensor,
-        slots: int,
-    ) -> tuple[Route, Tensor, Tensor]:
-        """Tells every rank this rank's counts of rows and tokens, its layer and random states.
+    def _plan(
+        self, order: Order, calls: Sequence[ProductCall], config: str
+    ) -> tuple[ExchangePlan, Tensor]:
+        """Plans the exchange of this forward's rows, from counts that ranks send each other.
 
         Returns:
-            The way of this forward's rows; int64 (), the tokens of the ranks before this one; and
-            int64 (calls, 2), the first rank's random states.
+            The plan; and int64 (calls, 2), the first rank's random states.
 
         Raises:
             ValueError: the ranks' layers differ, or a rank is missing.
         """
-        offs = order.offs.long()
-        number = torch.full((1,), ops.stream(title), dtype=torch.int64, device=offs.device)
-        if self.title is None:
-            self._meet(title)
-            self.title = title
-        sent = offs.diff(prepend=offs.new_zeros(1)).view(self.ranks, self.local)
-        tokens = torch.full_like(number, order.places.shape[0])
+        if self.agreed_config is None:
+            self._compare_on_all(config)
+        offs, rows = order.offs.long(), order.pairs.shape[0]
+        send_counts = offs.diff(prepend=offs.new_zeros(1)).view(self.ranks, self.local)
+        tokens = offs.new_full((1,), order.places.shape[0])
         states = [offs.new_zeros(2) if call.rng is None else call.rng[:2] for call in calls]
-        own = torch.cat([tokens, number, *states])
-        message = torch.cat([sent, own.expand(self.ranks, -1)], dim=1)
-        answer = torch.empty_like(message)
-        dist.all_to_all_single(answer, message, group=self.group)
-        received, others = answer[:, : self.local].sum(1), answer[:, self.local :]
-        route = self._route(title, sent.sum(1), received, others[:, 1], expert_M, slots)
-        return route, others[: self.rank, 0].sum(), others[0, 2:].reshape(-1, 2)
+        own = torch.cat([tokens, offs.new_full((1,), ops.stream(config)), *states])
+        message = torch.cat([send_counts, own.expand(self.ranks, -1)], dim=1)
+        received = torch.empty_like(message)
+        dist.all_to_all_single(received, message, group=self.group)
+        receive_counts = received[:, : self.local].sum(1)
+        tokens_R, hashes_R, *_ = received[:, self.local :].unbind(1)
+        first_pair = tokens_R[: self.rank].sum() * order.slots
+        row_M = torch.arange(rows, dtype=torch.int32, device=offs.device)
+        expert_M = torch.searchsorted(order.offs, row_M, right=True)  # E where there is no expert
+        plan = self._plan_of_counts(
+            config,
+            (send_counts.sum(1), receive_counts, hashes_R),
+            expert_M.int(),
+            order=order,
+            pair_ids=order.pairs + first_pair.int(),
+            local_experts=torch.where(expert_M < self.experts, expert_M % self.local + 1, 0).int(),
+        )
+        return plan, received[0, self.local + 2 :].reshape(-1, 2)
 
-    def _route(
-        self,
-        title: str,
-        sent_R: Tensor,
-        received_R: Tensor,
-        titles_R: Tensor,
-        expert_M: Tensor,
-        slots: int,
-    ) -> Route:
-        """Returns the way of this forward's rows.
+    def _plan_of_counts(
+        self, config: str, of_ranks: tuple[Tensor, Tensor, Tensor], expert_M: Tensor, **rows: Any
+    ) -> ExchangePlan:
+        """Returns the plan for a dispatcher, for exact sizes or for a capacity.
 
-        A rank whose title has changed compares the ranks' titles here; with exact sizes the others
-        do where the way waits.
+        A rank whose configuration has changed compares the ranks' hashes here. With exact sizes the
+        others do where the plan waits.
+
+        Args:
+            config: of this rank.
+            of_ranks: int64 (R) each: counts of rows to send and to receive, and the hashes.
+            expert_M: int32 (M), the rows' experts among all ranks.
+            rows: the arguments of ExchangePlan.
         """
-        rows, ranks = expert_M.shape[0], self.ranks
-        if title != self.title and not (self.dispatcher is None and self.capacity is None):
-            self._compare(title, to_host(titles_R), is_on_all=False)
+        send_R, _, hashes_R = of_ranks
+        has_changed = config != self.agreed_config
+        if has_changed and not (self.dispatcher is None and self.capacity is None):
+            self._compare_hashes(config, to_host(hashes_R), is_on_all=False)
         if self.dispatcher is not None:
-            return DispatcherRoute(self.dispatcher, expert_M.int())
+            return DispatcherPlan(dispatcher=self.dispatcher, experts=expert_M, **rows)
         if self.capacity is None:
-            on_device = torch.cat([sent_R, received_R, titles_R])
+            on_device = torch.cat(of_ranks)
 
-            def read() -> tuple[list[int], list[int]]:
-                numbers = to_host(on_device)
-                self._compare(title, numbers[2 * ranks :], is_on_all=True)
+            def read_counts() -> tuple[list[int], list[int]]:
+                numbers, ranks = to_host(on_device), self.ranks
+                self._compare_hashes(config, numbers[2 * ranks :], is_on_all=True)
                 return numbers[:ranks], numbers[ranks : 2 * ranks]
 
-            exact = ExactRoute(self.group, read, rows)
-            if title != self.title:
+            exact = ExactPlan(group=self.group, read_counts=read_counts, **rows)
+            if has_changed:
                 exact.wait()  # before a cast that this rank alone may refuse
             return exact
-        most = rows // max(slots, 1) * min(slots, self.local)  # a token has an expert once
+        slots = rows["order"].slots
+        most = expert_M.shape[0] // slots * min(slots, self.local)  # a token has an expert once
         capacity = most if self.capacity == ALL else int(self.capacity)
-        route = CapacityRoute(self.group, sent_R, capacity, rows, capacity < most)
+        plan = CapacityPlan(
+            group=self.group,
+            send_counts=send_R,
+            capacity=capacity,
+            may_drop=capacity < most,
+            **rows,
+        )
         if self.capacity != ALL:
-            self._count(route.dropped)
-        return route
+            self._count(plan.dropped)
+        return plan
 
-    def _meet(self, title: str) -> None:
-        """Waits for all ranks, and raises ValueError on each where their titles differ."""
+    def _compare_on_all(self, config: str) -> None:
+        """Waits for all ranks, and raises ValueError on each where their configurations differ."""
         require_same(
             "the forward of",
-            title,
+            config,
             self.group,
             expected=DIVIDE,
             absent="their layer is not divided",
             differs=EQUAL,
         )
+        self.agreed_config = config
 
-    def _compare(self, title: str, numbers: list[int], is_on_all: bool) -> None:
-        """Compares the titles' numbers, on all ranks or on this one, whose title has changed.
+    def _compare_hashes(self, config: str, hashes: list[int], is_on_all: bool) -> None:
+        """Compares the hashes of all ranks' configurations.
+
+        Args:
+            config: of this rank.
+            hashes: of all ranks.
+            is_on_all: whether all ranks call this; else this one alone, whose own has changed.
 
         Raises:
-            ValueError: ranks differ: on every rank, with the titles of all, or on this rank.
+            ValueError: ranks differ: on every rank, with the texts of all, or on this rank.
         """
-        if is_on_all and len(set(numbers)) > 1:
-            self._meet(title)
-        others = [i for i, number in enumerate(numbers) if number != numbers[self.rank]]
+        if is_on_all and len(set(hashes)) > 1:
+            self._compare_on_all(config)
+        others = [i for i, other in enumerate(hashes) if other != hashes[self.rank]]
         if others:
             raise ValueError(
-                f"{EQUAL}, but rank {self.rank} has {title} now, and ranks {others} have not; "
-                f"before, all had {self.title}"
+                f"{EQUAL}, but rank {self.rank} has {config} now, and ranks {others} have not; "
+                f"before, all had {self.agreed_config}"
             )
-        self.title = title
+        self.agreed_config = config
 
     # ---- capacity --------------------------------------------------------------------------------
 
@@ -280,8 +304,8 @@ class ExpertParallel:
         product, texts = product_of(module, "w2"), []
         recipe = Recipe("bf16") if product is None else product.recipe
         for name, readers in ((X, len(module.input_names)), (G, 1)):
-            why, operand = why_values(name, [ProductCall(recipe.text)] * readers), name[0]
-            spec = spec_of(name, recipe).text
+            why, operand = why_not_codes(name, [ProductCall(recipe.text)] * readers), name[0]
+            spec = operand_spec(name, recipe).text
             texts.append(f"{operand} as {spec}" if why is None else f"{operand} as values ({why})")
         return f"{self}, sends {' and '.join(texts)}"
 
