@@ -50,7 +50,10 @@ def _parse(text: str) -> tuple[str, list[Product]]:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Text:
-    """What a canonical text describes: equal, copied and pickled by it."""
+    """The base of classes whose value is one canonical text.
+
+    Instances are compared, copied and pickled by that text.
+    """
 
     text: str
 

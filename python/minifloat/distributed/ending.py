@@ -1,10 +1,11 @@
-"""The end of a process that torch.distributed has used over gloo.
+"""Ends process groups of gloo such that Python can exit after them.
 
-A thread of gloo drops the tensors of a collective a moment after the collective has ended, and
-takes Python's lock for that. Python 3.13 and older kill a thread that takes it while they exit:
-"terminate called without an active exception", exit code -6. destroy_process_group joins these
-threads only where nothing refers to the group any more; models under FSDP2 and caches of DTensor
-do. So the process waits until the threads are idle.
+A thread of gloo frees the tensors of a collective a moment after the collective has ended, and
+takes Python's interpreter lock for that. Python 3.13 and older kill a thread that takes the lock
+while Python exits: "terminate called without an active exception", exit code -6.
+torch's destroy_process_group joins these threads only where nothing refers to the group any more.
+Models under FSDP2 and caches of DTensor refer to it. So this module waits until the threads are
+idle.
 """
 
 from __future__ import annotations

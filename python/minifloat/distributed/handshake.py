@@ -1,23 +1,22 @@
-"""The handshake of ranks before an exchange: all of them come to it, and all with one text.
+"""Checks before a collective that all ranks of a group call it, and for the same layers.
 
-A rank's title is the kind of the exchange and the rank's text. Each rank adds a 26-bit hash of its
-title to one counter in the group's store. The last rank checks that the sum is the number of ranks
-times its own hash.
+Each rank has a title: the kind of the collective, and a text that describes the rank's layers. Each
+rank adds a 26-bit hash of its title to one counter in the group's store. The last rank checks that
+the sum is the number of ranks times its own hash.
 
-    all titles are equal      each rank goes on: a few messages to the store, no collective
-    titles differ             all ranks are there, so they exchange their titles by the store
-    a rank has a fault        its title is the error, which every rank raises
-    a rank is missing         the others raise an error with its number, before their exchange
+    all titles are equal      all ranks continue, after a few messages to the store
+    titles differ             all ranks read all titles from the store, and raise an error with them
+    a rank has an error       its title is the error's message, and all ranks raise it
+    a rank is missing         the others raise an error with its number, instead of a hang
 
-A rank whose own checks fail does not raise alone: the others would wait for it. It brings the error
-to the handshake instead.
+A rank whose own checks fail must not raise alone, because the others would wait for it. So it puts
+its error in place of its title.
 
-Ranks compare no titles by a collective. Where ranks differ, a collective would pair values of
-different layers, or wait for a rank that never comes. The store is on the host, so no handshake
-waits for a device.
+Ranks use the store and no collective for this. Where ranks differ, a collective would pair values
+of different layers, or wait for a missing rank. The store is on the host, so no handshake waits for
+a device.
 
-Handshakes of a group are numbered. The last rank that comes to one deletes the keys that the one
-before has left in the store.
+Handshakes of a group are numbered. The last rank in one deletes the keys of the one before.
 """
 
 from __future__ import annotations

@@ -1,20 +1,21 @@
-"""Which ranks end a training step together: those that have the same layers, by name.
+"""Finds the ranks that end a training step together in mf.step, by the names of their layers.
 
-    group given                      all its ranks have the same layers, or each raises an error
-    group=None, equal lists          all ranks
-    group=None, disjoint lists       stages of a pipeline: ranks with equal lists, each among them
-    lists that overlap otherwise     an error on every rank, with the first difference
+    group given                       all its ranks; each raises an error where their layers differ
+    group=None, equal lists           all ranks
+    group=None, disjoint lists        pipeline stages: each rank with the ranks of an equal list
+    group=None, lists that overlap    an error on every rank, with the first difference
 
-Ranks come to a handshake (handshake.py) before they reduce anything: at the first mf.step of a
-model, where its list of layers has changed, and in each step where any ranks reduce. So a rank that
-has not changed learns of one that has. Where nothing is reduced, as under recipes without delayed
-scaling, or with one rank a stage, later steps wait for nobody.
+Before ranks reduce amaxes or counts, they compare their lists in a handshake (handshake.py): in the
+first mf.step of a model, where its list of layers has changed, and in each step where any ranks
+reduce something. The last makes a rank that has not changed raise the error too. Where nothing is
+reduced, later steps have no handshake: recipes without delayed scaling, or one rank a stage.
 
-A rank whose own checks fail, as where nobody read a balance loss, comes to the handshake with that
-error, and all ranks raise it.
+A rank whose own checks fail, as where a balance loss was not read, passes that error to the
+handshake, and all ranks raise it.
 
-Stages are told from replicas whose conversions differ: stages of one model were converted by one
-call of mf.quantize_, or are a PipelineStage of torch each.
+Disjoint lists may also be replicas that were converted differently, which is an error. They count
+as stages only if one call of mf.quantize_ has converted the model, or each is a PipelineStage of
+torch.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ Routers = Sequence[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class Agreed:
-    """What ranks have agreed on at the last handshake of a model.
+    """The result of the last handshake of a model.
 
     Args:
-        found: the layers of this rank then.
-        text: what other ranks read of them.
-        number: a hash of the lists of all ranks. Each rank adds it in the handshakes of later
-            steps, where ranks that are stages have different texts.
+        found: the layers of this rank at that time.
+        text: that describes them to other ranks.
+        number: a hash of the lists of all ranks. It is what ranks compare in the handshakes of
+            later steps, because the texts of pipeline stages differ.
         group: the ranks that have this rank's layers; None: this one alone.
         is_reduced: whether any ranks reduce anything.
     """

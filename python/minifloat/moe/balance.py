@@ -1,10 +1,11 @@
-"""The auxiliary loss that balances experts: what mf.MoE's forwards keep, and the user adds.
+"""Returns the auxiliary loss that balances experts, for the caller to add to the task's loss.
 
     loss = task(model(x)) + mf.balance_loss(model)
     (loss / micro_batches).backward()
 
-Each training forward of a router with balance="loss" keeps its loss, with its graph. Reading takes
-it. So its gradient has every factor that the caller's loss has: micro-batches, loss scaling, zero.
+Each training forward of a router with balance="loss" keeps its loss and the loss's graph.
+mf.balance_loss returns their sum and drops them. The balance loss is a part of the caller's loss,
+so its gradient gets the same factors: those of micro-batches and of loss scaling.
 """
 
 from __future__ import annotations

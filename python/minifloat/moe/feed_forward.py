@@ -1,6 +1,7 @@
-"""The feed-forward of a mixture's experts: the order of rows, and the call of the op grouped_mlp.
+"""Sorts the rows of a mixture by their experts, and computes the experts by the op grouped_mlp.
 
-    slots of tokens         t0s0 t0s1 t1s0 t1s1 …      the number of a pair is token * k + slot
+    slots of tokens         t0s0 t0s1 t1s0 t1s1 …      a pair of token and slot has the number
+                                                       token * k + slot
     rows, by expert         [e0: t1s0 …][e1: …]…       within a group, pairs are in ascending order
 
     take_rows               row <- its token           gradient: slots of a token, summed
@@ -41,13 +42,14 @@ ALPHA = 1.702  # of gpt-oss
 
 
 class Order(NamedTuple):
-    """Where the rows of the experts come from.
+    """The permutation from pairs of token and slot to rows, which are sorted by expert.
 
     Args:
-        pairs: int32 (M), the number of the pair of each row.
-        places: int32 (T, k), the row of each pair.
+        pairs: int32 (M), the number of each row's pair.
+        places: int32 (T, k), the row of each pair: the inverse of `pairs`.
         offs: int32 (E), the end of each expert's rows.
-        row_ids: int32 (M), which random bits each row draws: its pair, or that of the token's id.
+        row_ids: int32 (M), the numbers from which each row's random bits come: those of its pair,
+            or of a pair with the token's id in place of the token's number.
     """
 
     pairs: Tensor
@@ -150,7 +152,7 @@ def input_names(count: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Products:
-    """How the products of experts are computed: everything besides rows.
+    """The arguments of the experts' products that do not depend on the rows.
 
     Args:
         gate: the form of SwiGLU.

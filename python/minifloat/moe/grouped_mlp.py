@@ -1,7 +1,7 @@
-"""mf.grouped_mlp: the products of a mixture's experts as a function, on one process or on ranks.
+"""mf.grouped_mlp computes a mixture's experts as a function of matrices that the caller holds.
 
-The matrices are the caller's. mf.MoE does not call it: both call Products.run (feed_forward.py), on
-ranks by ExpertParallel (ranks/parallel_experts.py).
+It shares its code with mf.MoE: both call Products.run (feed_forward.py), and over several ranks
+ExpertParallel (ranks/parallel_experts.py).
 """
 
 from __future__ import annotations

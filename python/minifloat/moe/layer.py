@@ -3,8 +3,9 @@
     y = Σ over the k slots of weight · w2(silu(w1 x) · w3 x)    of the slot's expert
         + shared w2(silu(w1 x) · w3 x)                          of every token
 
-Routed and shared experts read one cast of the tokens (T, D) where recipes are equal and scales are
-a row's or a block's, so that a token has the same codes in both: its rows are copies of its codes.
+Tokens (T, D) are cast once for routed and shared experts, where both have one recipe and each scale
+belongs to a row or a block. A token then has the same codes in both, and each of its rows is a copy
+of them.
 
 State-dict keys: router.weight, router.expert_bias, experts.w1, experts.w3, experts.w2 (or w13 for
 w1 and w3), experts.b1, b3, b2, b13, shared_experts.w1.weight and so on.
@@ -56,7 +57,7 @@ TokenCast = Callable[[Tensor], Operand | None]  # of x; None: each reader quanti
 
 
 class Experts(HasProducts, nn.Module):
-    """The routed experts, whose matrices are 3D parameters.
+    """The routed experts of a mixture. Their matrices are 3D parameters, one matrix an expert.
 
     Args:
         dim: D.

@@ -1,13 +1,16 @@
-"""The router: which experts a token is sent to, and with which weights.
+"""Chooses the experts of each token, and the weights of their results.
 
     logits = x · Wᵀ                     fp32, also under autocast
     scores = sigmoid or softmax(logits)
     choice = scores + expert_bias       the k largest, in the best groups of experts alone
     weights = scores of the chosen      normalised, scaled; the bias is no part of them
 
-Experts are balanced in one of two ways. A bias that the choice adds moves by the sign of each
-expert's load error, once a step, without a loss (arXiv 2408.15664). Or an auxiliary loss, which
-mf.balance_loss returns, is added to the task's loss (Switch Transformer, arXiv 2101.03961).
+Experts are balanced in one of two ways:
+
+    "bias"    mf.step adds or subtracts balance_speed from each expert's bias, by the sign of the
+              difference of the expert's load from the mean (arXiv 2408.15664)
+    "loss"    the caller adds mf.balance_loss, an auxiliary loss, to the task's loss (Switch
+              Transformer, arXiv 2101.03961)
 
 Shape suffixes: T tokens, k slots, E experts, G groups of experts, D model width.
 """
@@ -50,7 +53,7 @@ def is_recomputed() -> bool:
 
 
 class Fp32Linear(torch.autograd.Function):
-    """x · Wᵀ in fp32. It saves x in its own dtype."""
+    """Computes x · Wᵀ in fp32, and saves x for backward in x's own dtype."""
 
     generate_vmap_rule = True
 

@@ -1,9 +1,11 @@
-"""Sums of weight gradients over micro-batches, in float32: what an op is told, which adds them.
+"""Sums a weight's gradients over micro-batches in float32, in one of two tensors.
 
-    "main_grad"    the weight's attribute main_grad, which the caller allocates and zeroes. Products
-                   add to it, and so does a hook of the weight: what autograd adds to .grad because
-                   something else reads the weight, such as a tied embedding
+    "main_grad"    the weight's attribute main_grad, which the caller allocates and zeroes
     "grad"         the weight's .grad, which the first micro-batch allocates
+
+The op `linear` adds each gradient to that tensor itself. This module checks the tensor, and passes
+it to the op. Other code may read the weight too, such as a tied embedding. Autograd adds that
+gradient to .grad. Under "main_grad" a hook of the weight then moves it to main_grad.
 
 torch/layers/weight_sums.h describes both; docs/accumulation.md says which one to use.
 """
@@ -25,7 +27,7 @@ DDP = vars(DistributedDataParallel)  # torch.compile guards the values of a dict
 
 
 class Sums(TypedDict, total=False):
-    """The arguments of the op `linear` that say where a weight's gradient is added; {}: nowhere.
+    """The arguments of the op `linear` that choose where it adds a weight's gradient; {}: nowhere.
 
     main_grad: (N, K), float32; left out under "grad".
     accumulate: "grad" or "main_grad".

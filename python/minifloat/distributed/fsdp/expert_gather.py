@@ -1,18 +1,20 @@
-"""ExpertGather: how FSDP2 gathers weights of experts (E, N, K) that it cuts along dimension 0.
+"""Gathers the weights of experts (E, N, K) as codes, where FSDP2 shards them along dimension 0.
 
-    before a gather    each rank casts its experts; no scale is shared with another rank's
-    the gather         an input for each tensor: the codes, scales or amaxes of a rank's experts
-    after it           operands are views of the gathered memory, in the order of experts
+    before a gather    each rank casts its experts; no scale depends on another rank's experts
+    the gather         one all-gather input for each tensor: codes, scales or amaxes
+    after it           the product's operands are views of the gathered memory, expert by expert
 
-The last shards may be short or empty; zeros fill them up to ⌈E / ranks⌉ experts, and lie behind the
-last expert of a view. The plan is a linear layer's (gather.py):
+The last ranks may have fewer experts, or none. Zeros fill their inputs up to ⌈E / ranks⌉ experts;
+views end before these zeros. The modes of a plan are those of gather.py:
 
-    one      dgrad's codes are transposed from fprop's. Before backward fprop's are then freed
-    split    the two directions take turns in a buffer of the gather, where their sizes are equal.
-             Fprop's tensors are views of it; dgrad's are copies, and the buffer is then freed
+    one      gathers fprop's codes and transposes dgrad's from them. Fprop's are freed before
+             backward
+    split    gathers fprop's tensors before forward and dgrad's before backward. Tensors of equal
+             sizes use one buffer of the gather: fprop's are views of it; dgrad's are copied out of
+             it, and it is freed
 
-`operands` brings fprop's codes back where backward runs a forward again (recomputed.py), and
-gathers dgrad's for a forward where FSDP2 has not resharded the weight before.
+`operands` fetches what a gather has not brought: fprop's codes where backward runs a forward again
+(recomputed.py), and dgrad's where FSDP2 has not resharded the weight before a forward.
 """
 
 from __future__ import annotations
@@ -50,19 +52,20 @@ from .weight_tensors import GatheredWeight
 
 ROW, COL = FORWARD, BACKWARD  # directions of W: as fprop reads it, as dgrad reads it
 Key = tuple[int, str]  # a direction, and the name of one of its tensors
-# The directions of a gather, its inputs, and what all ranks sent of fprop's direction besides it.
+# What `send` keeps for `receive`: the directions that the gather moves, its inputs, and fprop's
+# tensors of all ranks where they were fetched by an all-gather of their own.
 Sent = tuple[tuple[int, ...], tuple[Tensor, ...], dict[int, Tensor]]
 
 
 class Buffer(NamedTuple):
-    """An input of the gather: its bytes an expert, and the tensors that take turns in it."""
+    """One input of the gather: bytes an expert, and the tensors that use it, one in each gather."""
 
     size: int
     tensors: tuple[Key, ...]
 
 
 class ExpertGather(Gather):
-    """The gathers of a 3D parameter whose experts are cut over the ranks of a group.
+    """Gathers a 3D parameter whose experts FSDP2 shards over the ranks of a group.
 
     Args:
         module: it has the parameter.

@@ -1,26 +1,28 @@
-"""How FSDP2 gathers a sharded weight, as codes or in the compute dtype: plans, and Gather.
+"""Plans how FSDP2 gathers a sharded weight, as codes or in the compute dtype, and gathers it.
 
-A plan is a function of the recipe:
+The recipe decides the plan:
 
     one      fprop and dgrad read one format whose codes transpose exactly: its rowwise codes are
              gathered, and dgrad's are transposed from them
     split    two formats, or two directions of one, whose codes have equal sizes: fprop's are
              gathered before forward, dgrad's before backward
-    both     such formats in every gather, where they have less than 16 bits a weight together:
-             codes of unequal sizes, because each of FSDP2's gathers moves as many bytes as its
-             first; and where one gather serves forward and backward
-    None     gathered in the compute dtype, as FSDP2 alone does, with the reason
+    both     both are gathered each time, where they have less than 16 bits a weight together. It is
+             for codes of unequal sizes, because each of FSDP2's gathers moves as many bytes as its
+             first; and for one gather that serves forward and backward
+    None     the weight is gathered in the compute dtype, as by FSDP2 alone; the report has the
+             reason
 
-The first gather turns a split into both, or into None where both have 16 bits or more.
+The first gather changes "split" where one gather serves forward and backward, or where codes of the
+shards have unequal sizes: to "both", or to None where both have 16 bits or more.
 
-A Gather has the plan, and FSDP2's hooks call it:
+FSDP2's hooks call a Gather, which has the plan:
 
-    the first gather    all ranks agree on the compute dtype, and decide whether the shards allow it
+    the first gather    ranks compare their compute dtypes, and check that the shards allow the plan
     before a gather     `send`: the shard -> this rank's inputs of the all-gather
-    after it            `receive`: what all ranks sent -> the whole weight
+    after it            `receive`: the inputs of all ranks -> the gathered weight
 
-linear_gather.py has the codes of a layer's weight, expert_gather.py those of experts, recomputed.py
-what a forward needs that backward runs again.
+linear_gather.py gathers the codes of linear layers, expert_gather.py those of experts.
+recomputed.py gets what a forward reads that backward runs again.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ FORWARD, BACKWARD, BOTH_GATHERS = 0, 1, 2  # the gathers whose directions a cast
 
 @dataclass(frozen=True)
 class GatherPlan:
-    """The mode of a weight's gathers, and the specs that fprop and dgrad read the weight in."""
+    """How a weight is gathered: the mode, and the specs in which fprop and dgrad read it."""
 
     mode: str  # "one", "both" or "split"
     row: str
@@ -134,7 +136,7 @@ def plan_experts(recipe: Recipe) -> tuple[GatherPlan | None, str]:
 
 
 class Gather:
-    """The gathers of one parameter, which is cut along dimension 0 over the ranks of a group.
+    """Gathers one parameter, which FSDP2 shards along dimension 0 over the ranks of a group.
 
     Args:
         module: it has the parameter.

@@ -1,10 +1,11 @@
-"""FSDP2's reduce-scatter of gradients as codes: mf.quantize_gradients_.
+"""mf.quantize_gradients_ makes FSDP2's reduce-scatters send gradients as codes.
 
-    rank r's gradients     (world, cols): row d is rank d's chunk, flat, parameters side by side
-    cast                   each row to a message to its rank: codes and scales side by side
-    all-to-all             one, of all messages
-    sum                    in fp32, rank 0's message first; rounded once, to FSDP2's reduce_dtype
-    FSDP2                  all-reduces it under HSDP, then divides by the number of ranks
+    gradients of a rank    (world, cols): row d is the flat chunk of all parameters for rank d
+    cast                   each row becomes a message for its rank: codes, then scales
+    all-to-all             one collective sends all messages
+    sum                    adds a rank's messages in fp32, rank 0's first, and rounds once, to
+                           FSDP2's reduce_dtype
+    FSDP2                  all-reduces the sum under HSDP, then divides by the number of ranks
 
 include/minifloat/messages.h has the layout of a message. docs/distributed.md says why the division
 comes last, and which random bits are drawn.
@@ -39,12 +40,12 @@ ARRIVE = "quantize_gradients_: expected all {} ranks to send {}"
 
 @dataclass
 class GradientCodes:
-    """What the reduce-scatters of one model share.
+    """The settings that all reduce-scatters of one model share.
 
     Args:
-        spec: of the messages.
+        spec: of the codes in messages.
         state: seed and count of stochastic rounding; its rank is not used.
-        model: that mf.quantize_gradients_ was called with.
+        model: the argument of mf.quantize_gradients_.
     """
 
     spec: Spec

@@ -1,27 +1,25 @@
-"""WeightGather and Batch: how FSDP2 gathers the weights of linear layers as codes.
+"""Gathers the weights of linear layers as codes, where FSDP2 shards them.
 
-The first gather casts each weight alone. From the second on, the weights of one parameter group of
-FSDP2 form a Batch:
+A WeightGather belongs to one weight. In the first gather it casts its shard alone. From the second
+gather on, the weights of one parameter group of FSDP2 form a Batch:
 
     first weight's pre-gather hook     one native call casts the shards of all weights
-    each weight's pre-gather hook      takes its codes
-    last weight's post-gather hook     one native call fills all whole weights
+    each weight's pre-gather hook      returns the weight's codes to FSDP2
+    last weight's post-gather hook     one native call fills the gathered weights
 
 The native GatherBatch (torch/sharded/gather_batch.h) decides what each mode of a plan sends. Ranks
 exchange amaxes (of a tensor, of a column, of a block that two ranks hold part of) in one
 all-reduce: of all weights of a model in mf.precompute_scales, else of one batch before its cast.
 
-A gather that serves forward alone fills no tensor that only backward reads. The memory of such a
-tensor stays free until backward's gather.
+A gather before forward leaves tensors that only backward reads without memory. In mode "split" it
+moves the rowwise codes, and the gather before backward moves the columnwise ones. In mode "one" the
+columnwise codes are transposed from the rowwise ones, which the gather before backward then
+frees. Where a forward needs codes that are not in memory, `WeightGather.bring` gets them: in mode
+"split" by an all-gather for all weights of the batch, in mode "one" by a transpose:
 
-In mode "split" each gather moves one direction: forward's the rowwise, backward's the columnwise.
-In mode "one" the rowwise codes are freed once backward's columnwise ones are transposed from them.
-A fetch gathers a direction of all split weights of a batch, apart from FSDP2's gathers. In mode
-"one" it transposes the rowwise codes back. It brings
-
-    the rowwise one in backward    where a forward runs again: on demand at the first time, then in
-                                   each pre-gather hook of backward
-    either one in forward          where FSDP2 has not resharded the weights before
+    rowwise codes, in backward     where a forward runs again: when that forward first reads them,
+                                   and from then on in each pre-gather hook of backward
+    either codes, in forward       where FSDP2 has not resharded the weights before
 """
 
 from __future__ import annotations
@@ -67,7 +65,7 @@ MODE = "fully_shard: expected all {} ranks to have {} in the mode that this rank
 
 
 class WeightGather(Gather):
-    """The gathers of one layer's weight (n, cols), whose rows are cut over the ranks of a group."""
+    """Gathers one layer's weight (n, cols), whose rows FSDP2 shards over the ranks of a group."""
 
     def __init__(
         self, layer: Linear, plan: GatherPlan, shape: torch.Size, group: dist.ProcessGroup
@@ -206,11 +204,11 @@ class WeightGather(Gather):
 
 
 class Batch:
-    """The weights that FSDP2 gathers at once, in its order, and their native casts.
+    """Casts the weights that FSDP2 gathers together, in FSDP2's order, by one native object.
 
     Args:
         gathers: of the weights.
-        parameters: references to FSDP2's parameters. None: one weight, whose shard its hook passes.
+        parameters: references to FSDP2's parameters; None: one weight, whose shard its hook passes.
     """
 
     def __init__(
@@ -237,7 +235,7 @@ class Batch:
     # ---- a gather --------------------------------------------------------------------------------
 
     def start(self, selection: int, shards: list[Tensor], inputs: list[list[Tensor]]) -> None:
-        """Starts a gather: its selection, the shards that were cast, and the inputs of each."""
+        """Starts a gather of these shards, which were cast to the inputs of each."""
         self.selection, self.cast_shards, self.inputs = selection, shards, inputs
         self.outputs: list[Tensor] = []  # all ranks' inputs, weight by weight
         self.rowwise: list[list[Tensor]] = []  # those of split weights, of a fetch
@@ -341,22 +339,23 @@ class Batch:
     # ---- the shards ------------------------------------------------------------------------------
 
     def parameters(self) -> list[DTensor]:
-        """Returns the sharded parameters; none where FSDP2's are not found."""
+        """Returns the sharded parameters that FSDP2 still has, in its order."""
         found = [reference() for reference in self.fsdp_parameters]
         return [cast("DTensor", p.sharded_param) for p in found if p is not None]
 
     def shards(self) -> list[Any]:
-        """Returns this rank's rows of every weight; none where FSDP2's parameters are not found."""
+        """Returns this rank's rows of each of `parameters`."""
         return [getattr(p._local_tensor, "shard", None) for p in self.parameters()]
 
     # ---- amaxes that mf.step exchanged -----------------------------------------------------------
 
     def is_measured(self, shards: list[Tensor]) -> bool:
-        """Tells whether the amaxes that mf.step exchanged are those of the shards' values.
+        """Tells whether the amaxes that mf.step exchanged still hold: no shard was written since.
 
-        All ranks must answer the same, because they exchange amaxes where the answer is no. So a
-        rank that has counted a write waits for the others to say that they have, too. Replays of a
-        CUDA graph count no write: a gather that a graph has captured, and all after it, measure.
+        All ranks must return the same, because False makes all of them exchange amaxes. So a rank
+        whose shard was written waits in a handshake until every rank reports a write. torch counts
+        no write where a CUDA graph is replayed. So a gather that a graph has captured returns
+        False, and so do all gathers of this batch after it.
 
         Raises:
             ValueError: other ranks have not written to their shards.

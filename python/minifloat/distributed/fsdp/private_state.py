@@ -1,4 +1,4 @@
-"""FSDP2's state of a module, which has no public names in torch.
+"""Reads FSDP2's state of a module, for which torch has no public names.
 
     find_fsdp_group    the parameter group of a layer's weight
     groups_of          the parameter groups of one module's state

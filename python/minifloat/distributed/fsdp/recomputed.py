@@ -1,16 +1,17 @@
-"""Weights whose forward backward runs again, as activation checkpointing does.
+"""Gets fprop's codes back where backward runs a forward again, as activation checkpointing does.
 
-Such a forward reads fprop's codes. After backward's gather their memory is free: it moves dgrad's
-codes, or dgrad's are transposed from them. No code says before backward what it will read, so the
-first read brings fprop's codes back:
+The gather before backward frees fprop's codes: it moves dgrad's codes in their place, or dgrad's
+are transposed from them. Nothing tells before backward whether a forward will run again, so the
+first read gets fprop's codes:
 
-    an eager layer                 asks before its op: WeightGather.complete, ExpertGather.operands
-    compiled code                  its ops find freed memory, and call gather_memory
-    then, in mode "one"            the codes are transposed back
-    then, in mode "split"          the ranks find in their store that all of them read, and gather
+    an eager layer            calls WeightGather.complete or ExpertGather.operands before its op
+    compiled code             its ops see that the memory is freed, and call gather_memory
+    in mode "one"             the codes are transposed back from dgrad's
+    in mode "split"           ranks meet in a handshake by their store, then gather the codes
 
-From then on each gather before backward keeps fprop's codes, or in mode "split" follows a gather of
-them. So a split moves fprop's codes twice and dgrad's once, less than both directions twice.
+From then on, each gather before backward keeps fprop's codes in mode "one", and is preceded by a
+gather of them in mode "split". A split thus moves fprop's codes twice and dgrad's once. That is
+less than both directions twice.
 """
 
 from __future__ import annotations

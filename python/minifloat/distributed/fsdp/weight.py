@@ -1,4 +1,4 @@
-"""FSDP2 with weights that are gathered as codes: their sharded parameters, and amaxes.
+"""Wraps the sharded parameters that FSDP2 gathers as codes, and exchanges their amaxes.
 
     mf.quantize_(model, "nvfp4")          plans the gathers of each weight (gather.py)
     fully_shard(model)                    assigns each layer its sharded parameter, a DTensor
@@ -7,13 +7,14 @@
     gather                                shards -> codes and scales -> GatheredWeights (gather.py)
     mf.precompute_scales(model)           exchanges the amaxes of all weights in one all-reduce
 
-The parameter is wrapped when FSDP2 has sharded it, not before: FSDP2 assigns through __setattr__
-where a module defines one. So without FSDP2 the layer, its parameter, its state dict and its
-optimizer do not change. With FSDP2 only the gather sees the wrapper: every other op unwraps it and
+FSDP2 assigns a sharded parameter through __setattr__ where a module defines one. The parameter is
+wrapped there, and not before. So without FSDP2 the layer, its parameter, its state dict and its
+optimizer do not change. With FSDP2 the gather alone uses the wrapper: every other op unwraps it and
 returns a torch.Tensor.
 
-FSDP2 frees and fills gathered memory by its storage, so codes that autograd saved are refilled for
-backward. The native code writes inner tensors in place, and torch counts no write.
+FSDP2 frees and fills the storages of gathered tensors. So tensors of codes that autograd saved in
+forward have their codes again in backward. Native code writes them in place, and torch counts no
+write.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""The two tensors of a weight that FSDP2 gathers as codes: this rank's shard, and the whole.
+"""The two tensors of a weight that FSDP2 gathers as codes: this rank's shard, the gathered weight.
 
 FSDP2 calls the hook of a full shard with five arguments, among them the compute dtype. It calls the
 hook of a short shard with one: only that form may send packed codes. So at the first gather the
 ranks agree on the dtype (gather.py).
 
-Rowwise codes of the whole weight are a view of FSDP2's memory, which holds the codes of all ranks
+Rowwise codes of the gathered weight are a view of FSDP2's memory, which has the codes of all ranks
 in order. Columnwise codes and scales of blocks are inner tensors that FSDP2 frees with that memory.
-Other scales are small and stay.
+Other scales are small and are not freed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 class BeforeGather:
-    """FSDP2's hook before a gather of one shard. FSDP2 reads the signature at each gather."""
+    """The pre-gather hook of one shard. FSDP2 inspects the hook's signature at each gather."""
 
     OF_FULL_SHARD = signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
     OF_SHORT_SHARD = signature(lambda mesh: None)
@@ -143,7 +143,7 @@ RELAID = (
 
 
 class GatheredWeight(QuantizedTensor):
-    """A quantized weight whose codes are FSDP2's memory; a copy would hold on to that memory.
+    """A quantized weight whose codes are in FSDP2's memory. A copy would keep that memory.
 
     The directions are never replaced: a compiled block reads their tensors from attributes at each
     call.

@@ -1,14 +1,14 @@
-"""DTensor: linear layers under tensor and sequence parallelism, and the pure ops' sharding rules.
+"""QuantizedColwiseParallel, and the sharding rules by which DTensor runs the pure ops.
 
     mf.quantize_(model, "nvfp4", data_parallel_rank=0)
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
-A layer whose weight is a DTensor computes on local tensors (linear.py). torch's styles work as they
-are; QuantizedColwiseParallel gathers its input's codes instead of its values.
+A layer whose weight is a DTensor computes on local tensors (linear.py). torch's styles work without
+change; QuantizedColwiseParallel gathers its input's codes instead of its values.
 
 Importing this module registers sharding rules of the pure ops: amax, hadamard, dequantize, and
-quantize to nearest. An op runs on a shard where the result has the bytes of the whole. Elsewhere
-DTensor gathers first.
+quantize to nearest. An op runs on each rank's shard where that gives the bytes of the op on the
+gathered tensor. Elsewhere DTensor gathers the tensor first.
 """
 
 from __future__ import annotations

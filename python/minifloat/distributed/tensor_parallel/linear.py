@@ -1,9 +1,10 @@
-"""Linear layers whose weight is a DTensor, cut along N or K over one mesh dimension.
+"""Computes linear layers whose weight is a DTensor, sharded along N or K over one mesh dimension.
 
-DTensor alone would pass every shard the same origin, and reduce no amax. So a layer computes on
-local tensors, in one call of the op linear_sharded. The op casts each shard to its bytes of the
-whole operand, and exchanges amaxes, codes and sums between ranks (torch/layers/sharding.h). This
-module derives its arguments from DTensors: where tensors are cut, and over which group.
+DTensor alone would pass the same origin to the casts of all shards, and would reduce no amax. So a
+layer computes on local tensors, in one call of the op linear_sharded. The op casts each shard to
+the bytes that it has in the gathered operand. It exchanges amaxes, codes and sums between ranks
+(torch/layers/sharding.h). This module derives the op's arguments from DTensors: the dimension that
+is sharded, and the group.
 
 torch.compile traces all of it. Only eager code reuses codes between forwards and compares seeds.
 """

@@ -1,18 +1,19 @@
-"""Flat codes: what ranks with sharded masters gather of each weight, and its layout.
+"""Lays out and gathers the codes of weights whose masters are sharded over ranks.
 
-A direction's codes are gathered in the weight's own flat order, as its **flat codes** (public name:
-wires). A rowwise direction's flat codes are its codes. A columnwise direction that holds the
-rowwise codes, transposed, has no flat codes; any other columnwise direction is transposed from its
-flat codes after the gather.
+Ranks gather a direction's codes in the flat order of the weight's elements. Those are its **flat
+codes** (public name: wires). A rowwise direction's flat codes are its codes. Where a columnwise
+direction holds the rowwise codes, transposed, it needs none. Any other columnwise direction is
+transposed from its flat codes after the gather.
 
-WireLayout: one flat buffer a rank for the shard codes of many weights, and its all-gather.
+WireLayout describes one flat buffer a rank, with the shard codes of many weights, and gathers it:
 
     shard codes of a rank    | fragment of flat codes 0 | fragment of flat codes 1 | …
                              each at the same offset on every rank, a multiple of 16 bytes
     gathered                 (ranks, bytes of a rank's shard codes)
 
-Default cuts are on even elements, so no byte of 4-bit codes is divided. Where the caller's cuts
-divide a byte, both fragments hold it, each with the other's nibble zero. Merging ORs them.
+By default shards begin at even elements, so no byte of 4-bit codes is divided. Where the caller's
+cuts divide a byte, both fragments hold that byte, with zeros in the other's half. The bytes are
+merged by OR.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Transpose = tuple[Tensor, Tensor, int, int, int]
 
 
 class Uncopied:
-    """What is stored with a weight for its memory alone. A copy of the weight has none of it."""
+    """Holds what is cached for one weight's memory. A copy of the weight has none."""
 
     def __deepcopy__(self, memo: object) -> None:
         return None
@@ -45,7 +46,7 @@ class Uncopied:
 
 @dataclass(frozen=True, eq=False)
 class WeightPlan(Uncopied):
-    """The tensors and native casts of one weight, made once for all steps."""
+    """The tensors and native casts of one weight. They are made once and used in all steps."""
 
     rowwise: Quantized | None
     columnwise: Quantized | None
@@ -165,7 +166,7 @@ def attach_wires(weight: QuantizedTensor, memory: Sequence[Tensor]) -> None:
 
 
 class Wire(NamedTuple):
-    """Flat codes of one direction: the weight's index, the fragments' offset, each rank's bytes."""
+    """The flat codes of one direction: the weight's index, the offset, and each rank's bytes."""
 
     weight: int
     offset: int

@@ -1,11 +1,11 @@
-"""Quantized weights whose high-precision masters are sharded over ranks, as ZeRO and FSDP do.
+"""Quantizes weights from high-precision masters that are sharded over ranks, as by ZeRO.
 
     mf.quantize_master_weights(weights, masters, start_offsets, group)    on every rank
     layout.gather(shard_codes, weights, group)                            or the caller's gather
     mf.post_all_gather_processing(weights)
 
-The bytes are those of QuantizedTensor.from_tensor on the whole master. What is gathered are the
-weights' flat codes (flat_codes.py).
+The bytes are those of QuantizedTensor.from_tensor on the unsharded master. Ranks gather flat codes
+of the weights (flat_codes.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALL_CAST = "quantize_master_weights: expected all {} ranks to call it for {}"
 
 @dataclass(frozen=True, eq=False)
 class Cached(Uncopied):
-    """A native object for a list of weights, with the plans and names that it was made of."""
+    """A native object for a list of weights, and the plans and names from which it was made."""
 
     made_of: tuple[object, ...]
     value: object
@@ -55,10 +55,10 @@ def _cached(
 
 
 class Agreement:
-    """The lists of weights that ranks have agreed on, and the native object that compares lists.
+    """The lists of weights that all ranks have, and the native object that compares lists.
 
-    That object compares a list and its shards once, by collectives of the list's size. So all ranks
-    have to compare, or none: they meet before each call.
+    The object compares each list and its shards once, by collectives. So either all ranks compare,
+    or none does: a handshake before each call ensures it.
     """
 
     def __init__(self) -> None:

@@ -1,17 +1,15 @@
-"""What the arguments of mf.quantize_ leave out: by name, by size, by a function, or by a policy.
-
-`keep` names the policy:
+"""Finds the layers that mf.quantize_ leaves out: by name, size, function, or the policy `keep`.
 
     "head"         the head. The default of mf.quantize_ and of torchtitan's section
     "nvfp4_paper"  the head, and the last blocks, as NVIDIA pretrained in NVFP4 (arXiv 2509.25149,
                    section 4): at most 15% of the blocks, and at least one
     "nothing"      no layer
 
-Published FP8, MXFP8 and MXFP4 runs keep the head alone. Routers beside experts stay under every
-policy.
+A kept layer stays in high precision. Published FP8, MXFP8 and MXFP4 runs keep the head alone. Every
+policy keeps the routers beside experts.
 
-heads.py finds heads and blocks. A recipe map that names the head by another glob than "*" decides
-instead.
+heads.py finds heads and blocks. Where a recipe map has an entry for the head, other than "*", the
+head gets that entry's recipe, and `keep` does not apply to it.
 """
 
 from __future__ import annotations

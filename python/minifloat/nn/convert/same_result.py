@@ -1,15 +1,17 @@
-"""The comparison that precedes a conversion: foreign code and its replacement run on small inputs.
+"""Compares a foreign module with its replacement on small inputs, before it is converted.
 
-    isolated    a context in which code draws no random numbers and changes no setting of torch
-    Trial       one call of both: compares results, gradients, and the state of what ran
+    Trial       calls both once, and compares results, gradients, and the state that they leave
+    isolated    a context for such calls: it hides the caller's contexts, such as autocast, and
+                raises an error where the code draws random numbers
 
-The code runs on a copy of the module (replica.py), on the CPU. The module itself is not called and
-not changed, so its parameters may be on any device, on meta, fake, of any dtype, codes or shards.
+Both run on a copy of the module (replica.py) on the CPU, with parameters that are seeded anew. The
+module itself is neither called nor changed. So its parameters may have any device, meta included,
+and any dtype, and may be fake tensors, codes or shards.
 
-Inputs are whole numbers from -3 to 3 times a power of two, so a sum of fewer than 2^24 of their
-products is exact in float32, in any order. Later sums are of activations, which are not whole.
-Within `isolated`, products of float32 matrices are therefore computed in float64 and rounded once:
-they depend neither on the order of the sum, nor on the precision that the caller allows oneDNN.
+Inputs are integers from -3 to 3 times a power of two. A sum of fewer than 2^24 of their products is
+exact in float32, in any order. Later sums add activations, which are no such integers. Within
+`isolated`, products of float32 matrices are therefore computed in float64 and rounded once. Their
+results depend neither on the order of the sum nor on the precision that the caller allows oneDNN.
 """
 
 from __future__ import annotations

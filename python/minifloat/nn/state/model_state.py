@@ -1,11 +1,12 @@
-"""What a converted model keeps from step to step: random state, amax histories, checkpoints.
+"""Ends a training step, and saves and loads what a converted model keeps between steps.
 
     mf.step(model)                       ends a training step
     mf.training_state(model)             the tensors that a checkpoint needs beside the state dict
     mf.load_training_state(model, state)
 
-The state dict of a converted model has the keys of nn.Linear. The training state is separate, and
-its keys are module names. All stochastic layers of one mf.quantize_ call share one random state.
+That is the random state and the amax histories. They are not in the state dict, which has the keys
+of nn.Linear: mf.training_state returns them by the names of modules. All stochastic layers of one
+mf.quantize_ call share one random state.
 """
 
 from __future__ import annotations

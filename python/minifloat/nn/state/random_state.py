@@ -1,30 +1,29 @@
-"""The random state of stochastic rounding: (seed, count) in a tensor of the model's device.
+"""Keeps the random state of stochastic rounding: (seed, count), in a tensor of the model's device.
 
-    RngState           one for all layers that one mf.quantize_ call converts; .tensor: int64 (2)
+    RngState           the state of all layers that one mf.quantize_ call converts: int64 (2)
     RngState.draw      returns (seed, count), which an eager layer's forward passes to the op
     RngState.trace     the same for a layer in compiled code
-    AdvanceRng         hooks of the root and of the modules between it and the layers
-    recomputation.py   what a module drew in which forward, for autograd's recomputation
+    AdvanceRng         hooks of the root, and of the modules between it and the layers
+    recomputation.py   finds what a forward drew, where autograd recomputes it
 
-Three calls begin a new count: that of a module with these hooks, outside any other such call; that
-of a layer outside any such call; and that of a layer that has drawn with the present count already.
-So two forwards draw different bits, whether a model is called by its root, by another method, or
-part by part. A forward that autograd recomputes gets the bits of the original forward, with any
-number of forwards in flight; docs/numerics.md, section 7, has the limits. Evaluation does not
-advance the count, and neither does a forward that no backward pass can follow. Several threads may
-run forwards of one model at a time: they share the count, and each has its own `running`.
+Casts make the random bits from (seed, count), those of g in backward included. So each forward
+needs a count of its own. The count is advanced in three cases:
 
-    root called        tensor (seed, 4) -> (seed, 5);  running.current = a copy, (seed, 5)
-      block, layers    read `running.current`
+    a module with hooks is called                   outside any other such call
+    a layer is called                               outside any such call
+    a layer draws a second time with one count      as where a part of the model is called twice
+
+So two forwards draw different bits, whether the root, another method or a part of the model is
+called. Evaluation advances no count, nor does a forward that no backward can follow. A recomputed
+forward draws the bits of the original one (docs/numerics.md, section 7, has the limits). Several
+threads may run forwards of one model at a time: they share the count, each with its own `running`.
+
+    root is called     tensor (seed, 4) -> (seed, 5);  running.current = a copy, (seed, 5)
+      block, layers    read `running.current`, to which nothing writes: backward reads it too
     root returns       running.current = None
 
-No random bits are made here. Casts make them from (seed, count), also the casts of g in backward.
-Backward may read `running.current`, because nothing writes to it once it is set. Each of these
-modules may run eagerly or compiled.
-
-Hooks run eagerly around a compiled module: torch would compile each as a function of its own, and
-`eager_alone` forbids that. Where compiled code calls a module that has hooks, they are part of its
-graph.
+Hooks of a compiled module run eagerly: torch would compile each as a function of its own, and
+`eager_alone` forbids that. Where compiled code calls a module with hooks, they are in its graph.
 """
 
 from __future__ import annotations
@@ -67,18 +66,18 @@ def as_normal(tensor: Tensor) -> Tensor:
 
 
 class Running:
-    """The running forward of the layers with one RngState.
+    """The forward that the layers with one RngState run now.
 
     Attributes:
-        current: int64 (2), what its layers draw with; None: no hooked module runs. It is not
-            written to again.
-        is_advanced: whether it began a new count.
-        is_captured: whether it began in a CUDA graph's capture.
+        current: int64 (2), (seed, count) for its layers; None: no module with hooks runs. Nothing
+            writes to the tensor again.
+        is_advanced: whether the forward advanced the count.
+        is_captured: whether it began while a CUDA graph was captured.
         copies: `current` on other devices.
-        drawn: who drew with `current`: the records of modules.
-        outermost: the hooks of the module whose call it is.
-        replay: what autograd recomputes, if it is a hooked module.
-        thread: this one's number in autograd.
+        drawn: the records (Draws) of the modules that drew with `current`.
+        outermost: the hooks of the module whose call is the forward.
+        replay: the forwards that autograd recomputes now, if a module with hooks is recomputed.
+        thread: the number that autograd gives the thread.
     """
 
     @eager_alone
@@ -109,7 +108,7 @@ class Running:
 
 
 class Place:
-    """Where the running forward of an RngState is: one of all threads."""
+    """Holds the running forward of an RngState, one for all threads."""
 
     @eager_alone
     def __init__(self) -> None:
@@ -117,7 +116,7 @@ class Place:
 
 
 class PlaceOfThread(Place, threading.local):
-    """The same in each thread: its forwards are those that it runs."""
+    """Holds one running forward for each thread."""
 
 
 @eager_alone
@@ -144,9 +143,9 @@ def functions_of_training(
 
 
 class RngState:
-    """Seed and forward count. Ranks draw different bits, but their checkpoints are equal.
+    """The seed and the count of forwards. Ranks draw different bits, but save equal checkpoints.
 
-    Threads may run forwards at a time: each forward has a count of its own.
+    Several threads may run forwards at a time. Each forward has a count of its own.
 
     tensor: int64 (2), the user's seed mixed with the data-parallel rank, and the count.
     """

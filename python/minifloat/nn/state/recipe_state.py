@@ -1,7 +1,7 @@
-"""The state of a product under a recipe beside its tensors: random bits, amax history, codes.
+"""Keeps what a product under a recipe has besides parameters: random state, amax history, codes.
 
-mf.Linear and GroupedProduct derive from RecipeState. It has no parameters. Its tensors are no
-buffers, because DistributedDataParallel replaces those by rank 0's before each forward.
+mf.Linear and GroupedProduct derive from RecipeState. Its tensors are not registered as buffers,
+because DistributedDataParallel overwrites buffers with rank 0's before each forward.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ UNSCALED = (
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """The arguments of mf.quantize_ for delayed scaling; raises where one is not as expected."""
+    """The arguments of mf.quantize_ for delayed scaling, checked."""
 
     history_length: int = DEFAULT_HISTORY
     algorithm: str = "max"
@@ -59,13 +59,13 @@ DEFAULT_DELAYED = DelayedScaling()
 
 @dataclass(frozen=True)
 class ExpertRange:
-    """The experts of one rank among those of all.
+    """The range of experts that this rank has.
 
     Args:
-        begin: the first one's number.
-        count: of this rank.
-        experts: E, of all ranks.
-        group: the ranks that have the others.
+        begin: the number of its first expert among all.
+        count: how many it has.
+        experts: E, the experts of all ranks.
+        group: the ranks that divide them.
     """
 
     begin: int
@@ -88,9 +88,9 @@ class ExpertRange:
 
 
 class RecipeState(nn.Module):
-    """The base of the modules whose op quantizes: mf.Linear, and each product of experts.
+    """The base of mf.Linear and of GroupedProduct, the modules whose op quantizes.
 
-    It keeps the recipe, random state, amax history and cached codes, and computes nothing itself.
+    It keeps the recipe, the random state, the amax history and cached codes. It computes nothing.
     """
 
     recipe: Recipe

@@ -1,15 +1,17 @@
-"""Which forward of a module autograd recomputes, so that it draws the same random bits again.
+"""Finds which forward of a module autograd recomputes, so that it draws the same random bits again.
 
-Recomputation has two kinds.
+Autograd recomputes a forward in two ways:
 
-    a function    torch.autograd.Function whose forward runs layers under no_grad, and whose
-                  backward runs them again: checkpoints with use_reentrant=True, tiled MLPs,
-                  reversible blocks. Its backward node has the number of its forward.
-    a block       saved tensors are computed again where backward reads the first of them:
-                  checkpoints with use_reentrant=False. It begins in a node of the block.
+    a function    a torch.autograd.Function runs layers under no_grad in its forward, and again in
+                  its backward: checkpoints with use_reentrant=True, tiled MLPs, reversible blocks.
+                  The node of its backward has the number that its forward had.
+    a block       backward reads a saved tensor of a block that was not kept, and the block's
+                  forward runs again: checkpoints with use_reentrant=False. It begins in a node of
+                  the block.
 
-Autograd numbers the nodes of each thread in the order of their creation. So the record of a forward
-has its thread, the number of the next node, and the functions that it runs within.
+Autograd numbers the nodes of each thread in the order of their creation. So a record of a forward
+has the thread, the number of the next node, and the numbers of the functions around the forward.
+That identifies the forward when it runs again.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class Forward:
     Args:
         rng: int64 (2), its seed and count.
         thread: that ran it, as autograd numbers threads.
-        functions: the numbers of the autograd functions that it ran within.
+        functions: the numbers of the autograd functions around it.
     """
 
     __slots__ = ("functions", "number", "rng", "thread")
@@ -101,7 +103,7 @@ class Forward:
 
 
 class Draws:
-    """A record of one module's forwards: their random bits and places in autograd's order."""
+    """Records one module's forwards: (seed, count) of each, and its position among nodes."""
 
     def __init__(self) -> None:
         self.past: deque[Forward] = deque(maxlen=FORWARDS_IN_FLIGHT)
@@ -163,9 +165,9 @@ class Draws:
 
 
 class Replay:
-    """The forwards that autograd recomputes, in their order.
+    """The forwards that autograd recomputes now, in the order in which they first ran.
 
-    So a module that is called several times draws the bits of its first call, then of its second.
+    A module that was called several times draws the bits of its first call, then of its second.
 
     Args:
         thread: that ran the forwards, as autograd numbers threads.
@@ -204,7 +206,7 @@ class Replay:
 
 
 class Replays:
-    """The functions that the running backward passes recompute."""
+    """The autograd functions that backward passes recompute now."""
 
     def __init__(self) -> None:
         self.of_functions: dict[tuple[int, int, int], Replay] = {}
