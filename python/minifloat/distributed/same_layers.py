@@ -135,7 +135,7 @@ def group_of_step(
 
 
 def _described(name: str, layer: RecipeState) -> tuple[Any, ...]:
-    """Returns what ranks compare of a layer; its first item is the name in the whole model."""
+    """Returns what ranks compare of a layer; its first item is its name in the converted model."""
     history, rule = layer.amax_history, layer.delayed
     kept, sizes = layer.expert_range, None
     if history is not None:
@@ -192,9 +192,10 @@ def _text(
 
 
 def _whole_name(name: str, layers: Layers) -> str:
-    """Returns a router's name in the model that mf.quantize_ converted whole.
+    """Returns a router's name in the converted model, of which this one may be a part.
 
-    A layer of the same module, or of one around it, tells that module's name in the whole model.
+    It is derived from a layer of the same module, or of one around it: layers keep the names that
+    they had in that model.
     """
     parts = name.split(".")
     for depth in range(len(parts) - 1, -1, -1):

@@ -161,7 +161,7 @@ class Products:
         biases: (E, N) of w13, or of w1 and w3, or None each.
         output_bias: (E, D) of w2.
         tokens: x as the products of w13 read it, where x is quantized already.
-        sharding: the ranks that cut the matrices along I; None: they are whole.
+        sharding: the ranks that cut the matrices along I; None: this rank has all of I.
     """
 
     gate: Gate

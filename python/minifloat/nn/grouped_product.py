@@ -1,8 +1,8 @@
 """Products of a mixture's experts under a recipe: their state, 3D weights, and the call of the op.
 
 A GroupedProduct is a child of the module that holds the 3D weight. It has no parameters and adds no
-key to a state dict. The weight is passed to each call, so references to it stay valid. It is whole,
-sharded by FSDP2, or codes.
+key to a state dict. The weight is passed to each call, so references to it stay valid. It may be
+sharded by FSDP2, or be codes.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class ExpertGather(Gather):
             self.own = [torch.empty_like(t) for t in inputs[len(outputs) :]]
             self.memory = [*outputs, *self.own]
             self.parts = self.views(self.memory)
-            created = self.new_whole()
+            created = self.new_gathered_weight()
         sent_here = inputs[len(outputs) :]
         for own, of_rank in zip(self.own, sent_here):
             own.data.copy_(of_rank)  # as FSDP2's copies, this counts no write
@@ -245,8 +245,8 @@ class ExpertGather(Gather):
             parts.append(Quantized(codes, scale, amax, spec.text, shape, i == COL))
         return parts
 
-    def new_whole(self) -> tuple[GatheredWeight, tuple[Tensor, ...]]:
-        """Returns a new whole weight, and the tensors that FSDP2 frees and allocates with it."""
+    def new_gathered_weight(self) -> tuple[GatheredWeight, tuple[Tensor, ...]]:
+        """Makes the gathered weight, and lists the tensors that FSDP2 frees with it."""
         assert self.dtype is not None
         row, col = self.parts
         inner = [*self.own, *self.copied.values()]

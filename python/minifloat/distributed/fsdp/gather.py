@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 GatherInputs = tuple[tuple[Tensor, ...], object]  # of the all-gather, and what `receive` gets
-Received = tuple[Tensor, tuple[Tensor, ...]] | None  # the whole weight and its memory
+Received = tuple[Tensor, tuple[Tensor, ...]] | None  # the gathered weight and its memory
 BF16_BITS = 16
 FORWARD, BACKWARD, BOTH_GATHERS = 0, 1, 2  # the gathers whose directions a cast selects
 
@@ -195,7 +195,7 @@ class Gather:
         raise NotImplementedError
 
     def receive_codes(self, outputs: Sequence[Tensor], sent: Any, is_first: bool) -> Received:
-        """Fills the whole weight; returns it and its memory at the first gather."""
+        """Fills the gathered weight; returns it and its memory at the first gather."""
         raise NotImplementedError
 
     # ---- FSDP2's hooks ---------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Gather:
         return self.send_codes(shard)
 
     def receive(self, outputs: Sequence[Tensor], sent: Any, out: object) -> Received:
-        """Returns the whole weight and its memory at the first gather; fills them at later ones."""
+        """Makes the gathered weight and its memory in the first gather; later gathers fill them."""
         if sent is not None:
             return self.receive_codes(outputs, sent, out is None)
         whole = outputs[0].view(-1, *self.shape[1:])[: self.shape[0]]
@@ -274,7 +274,7 @@ class Gather:
             )
 
     def _padded(self, shard: Tensor) -> Tensor:
-        """Returns a whole chunk of values in the compute dtype; a full shard itself has it."""
+        """Returns the shard in the compute dtype, padded with zeros to the size of a full shard."""
         assert self.dtype is not None
         if len(shard) == self.chunk:
             return shard.to(self.dtype)

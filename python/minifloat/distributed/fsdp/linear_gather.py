@@ -129,13 +129,13 @@ class WeightGather(Gather):
         return batch
 
     def receive_codes(self, outputs: Sequence[Tensor], sent: Batch, is_first: bool) -> Received:
-        created = self.new_whole(outputs[0]) if is_first else None
+        created = self.new_gathered_weight(outputs[0]) if is_first else None
         GATHERS.add(self)
         sent.receive(self, outputs)
         return created
 
-    def new_whole(self, codes: Tensor) -> tuple[GatheredWeight, tuple[Tensor, ...]]:
-        """Returns a new whole weight, and the tensors that FSDP2 frees and allocates with it.
+    def new_gathered_weight(self, codes: Tensor) -> tuple[GatheredWeight, tuple[Tensor, ...]]:
+        """Makes the gathered weight, and lists the tensors that FSDP2 frees and allocates with it.
 
         Args:
             codes: uint8, the gathered bytes of all ranks, of which rowwise codes are a view.

@@ -109,8 +109,9 @@ def rules_of_rows(
     """Lists the rule for replicated tensors and, without groups, the one for shards of rows.
 
     outputs, inputs: placements in shards of rows; others: the number of arguments behind the
-    inputs; is_sharded: whether an op on a shard has the bytes of the whole. The table of groups
-    counts the rows of the whole matrix, so groups are never sharded.
+    inputs; is_sharded: whether an op on a shard has the bytes of the op on the unsharded
+    tensor. The table of groups counts the rows of the unsharded matrix, so groups are never
+    sharded.
     """
     named = {name: t.placements for name, t in options.items() if hasattr(t, "placements")}
     for name, placements in named.items():
@@ -178,9 +179,9 @@ def direction_placements(
 
 @sharding_rule(ops.quantize.default)
 def shard_quantize(x: DTensorSpec, row: str, col: str, **options: object) -> list[Rule]:
-    """Lists rules of quantize: shards under nearest rounding with every amax they need, or whole.
+    """Lists rules of quantize: replicated, or shards under nearest rounding with every amax.
 
-    Operands with groups are whole, and so are FP4 written as FP8 and amaxes of columns. DTensor
+    Operands with groups, FP4 written as FP8 and amaxes of columns are replicated. DTensor
     redistributes no keyword arguments, so the placement of a passed amax selects the rule.
     """
     passed = {

@@ -121,7 +121,7 @@ def require_inputs(x: Tensor, weight: DTensor) -> DTensor:
 
 
 def shard_dim_of(weight: DTensor) -> int | None:
-    """Returns the dimension of W that the mesh cuts evenly; None: each rank holds the whole."""
+    """Returns the dimension of W that the mesh cuts evenly; None: every rank has all of it."""
     (placement, *others) = weight.placements
     if not others and placement.is_replicate():
         return None

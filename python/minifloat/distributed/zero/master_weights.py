@@ -143,11 +143,11 @@ def quantize_master_weights(
     *,
     names: Sequence[str] | None = None,
 ) -> None:
-    """Casts shards of masters to codes in place, and writes the scales of the whole weights.
+    """Casts shards of masters to codes in place, and writes the weights' scales.
 
     Masters are rounded to the weight's dtype first. Under +delayed a direction's amax is the active
     amax before the call and the current amax after it. The scales are those of
-    QuantizedTensor.from_tensor on the whole master (docs/numerics.md, section 1).
+    QuantizedTensor.from_tensor on the unsharded master (docs/numerics.md, section 1).
 
     Args:
         model_weights: QuantizedTensors (rows, cols), or (experts, rows, cols) whose matrices have
@@ -329,7 +329,7 @@ def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None
     """Transposes gathered flat codes, and scales, into columnwise ones; may be called again.
 
     Args:
-        model_weights: QuantizedTensors whose uint8 flat codes (mf.wires) are whole.
+        model_weights: QuantizedTensors whose uint8 flat codes (mf.wires) have been gathered.
 
     Raises:
         TypeError: one is no QuantizedTensor.

@@ -53,7 +53,7 @@ def expert_parallel(
 
     Raises:
         TypeError, ValueError: an argument is not as expected, E is no multiple of the ranks, or the
-            model has no mf.MoE that is whole. Nothing has been changed then.
+            model has no mf.MoE, or one that ranks divide already. Nothing has been changed then.
 
     Source: docs/moe.md, "Expert parallelism".
 

@@ -187,9 +187,9 @@ def _state_of_rank(model: nn.Module) -> dict[str, Tensor]:
 def _rng_states(model: nn.Module) -> list[tuple[str, RngState]]:
     """Lists the random states of a model by name.
 
-    A part of a converted model draws from the state of the whole one, whose hook is outside: it is
-    named as if the part were the whole. Of several such states, each has the name of the first
-    layer that draws from it.
+    A model may be a part of a converted one. Its layers then draw from the state of the converted
+    model, whose hooks are outside the part. That state is named as if the part were the model. Of
+    several such states, each has the name of the first layer that draws from it.
     """
     found = [(join(fqn, "rng"), rng) for fqn, rng in states_of(model)]
     hooked, outside = [rng for _, rng in found], dict[RngState, str]()
