@@ -65,6 +65,8 @@ class Case:
         w = self.w if self.layout == "column" else self.w.transpose(-2, -1).contiguous()
         w = w.clone().requires_grad_()
         b = w.transpose(-2, -1) if self.layout == "column" else w
+        if self.layout == "strided":  # neither rows nor columns are adjacent
+            b = torch.stack([w, w], -1)[..., 0]
         bias = None if self.bias is None else self.bias.clone().requires_grad_()
         options = {"rng": self.rng, "amax_history": self.history, **options}
         y = mf.scaled_grouped_mm(a, b, self.offs, self.recipe, self.x.dtype, bias=bias, **options)
@@ -219,12 +221,14 @@ def test_a_refused_backward_writes_no_history(name):
 
 
 @pytest.mark.parametrize("text", ["nvfp4", "mxfp8", "nvfp4/16x16+4over6", "fp8_rowwise"])
-def test_both_layouts_give_the_same_bytes(text):
+def test_all_layouts_give_the_same_bytes(text):
     weights = f"fprop=nvfp4*{text} dgrad=nvfp4*{text} wgrad=bf16*bf16"
     recipe = text if text in PRESETS else weights
-    column, row = (Case(recipe, layout=layout).run() for layout in ("column", "row"))
-    for a, b in zip(column, row, strict=True):
-        assert a is b is None or torch.equal(a, b)
+    column, row, strided = (
+        Case(recipe, layout=layout).run() for layout in ("column", "row", "strided")
+    )
+    for a, b, c in zip(column, row, strided, strict=True):
+        assert a is b is c is None or (torch.equal(a, b) and torch.equal(a, c))
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_rowwise"])

@@ -29,15 +29,12 @@ bool has_adjacent_columns(const Tensor& t) {
   return (t.sym_stride(-1) == 1 || t.sym_size(-1) == 1) && t.sym_stride(-2) >= t.sym_size(-1);
 }
 
-Directions quantize_expert_weights(const char* op, const PreparedRecipe& recipe, const Tensor& w,
-                                   const Needed& row, const Needed& col, const ModuleState& state) {
+Directions quantize_expert_weights(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,
+                                   const Needed& col, const ModuleState& state) {
   if (has_adjacent_columns(w)) return quantize_both(recipe, w, row, col, state);
   const Tensor transpose = transposed_matrices(w);
-  TORCH_CHECK_VALUE(has_adjacent_columns(transpose), op,
-                    ": expected matrices of experts with adjacent rows or columns, got strides ",
-                    w.sym_strides());
   // Ranks cut W, not its transpose.
-  if (reads_rows(recipe) || state.sharding)
+  if (!has_adjacent_columns(transpose) || reads_rows(recipe) || state.sharding)
     return quantize_both(recipe, w.contiguous(), row, col, state);
   Directions out = quantize_both(recipe, transpose, col, row, state);
   std::swap(out.first, out.second);

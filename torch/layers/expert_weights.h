@@ -1,5 +1,5 @@
-// The weights of experts, W (E, N, K), in either layout of memory. Neither is copied, and both give
-// the same bytes.
+// The weights of experts, W (E, N, K), whose rows or columns are adjacent in memory. Neither is
+// copied; any other layout is. All give the same bytes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,9 +15,8 @@ Tensor transposed_matrices(const Tensor& t);
 // Returns whether the columns of each matrix are adjacent, without overlap.
 bool has_adjacent_columns(const Tensor& t);
 
-// Quantizes W rowwise for fprop and columnwise for dgrad. Raises ValueError where neither its rows
-// nor its columns are adjacent. op: for errors
-Directions quantize_expert_weights(const char* op, const PreparedRecipe& recipe, const Tensor& w,
-                                   const Needed& row, const Needed& col, const ModuleState& state);
+// Quantizes W rowwise for fprop and columnwise for dgrad.
+Directions quantize_expert_weights(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,
+                                   const Needed& col, const ModuleState& state);
 
 }  // namespace minifloat::torch_ops

@@ -111,12 +111,11 @@ Directions weight_operands_of(const GroupedCall& call, const Tensor& b, at::Scal
   if (reads_weight) bridge::check_memory_if_real(kGroupedMm, "B", b);
   const Tensor w = transposed_matrices(reads_weight ? to_dtype(b, dtype) : b);
   state.casts_other_later = casts_later || call.keeps_amax;
-  if (casts_later)
-    return quantize_expert_weights(kGroupedMm, recipe, w, row, {kDgradW, false}, state);
+  if (casts_later) return quantize_expert_weights(recipe, w, row, {kDgradW, false}, state);
   const Directions out =
       has_codes ? prequantized_both(recipe, kGroupedMm, "weight_operands", call.weight_operands, w,
                                     w.sym_size(1), row, col, w.sym_size(0))
-                : quantize_expert_weights(kGroupedMm, recipe, w, row, col, state);
+                : quantize_expert_weights(recipe, w, row, col, state);
   if (has_codes) record_amaxes(recipe, row, col, state, out, call.sharding.has_value());
   // Also of codes: a checkpoint's second forward may read some where the first cast W.
   if (call.keeps_amax) *call.keeps_amax = has_codes ? kept_amax_of_codes(call, w) : out.second.amax;
@@ -135,8 +134,7 @@ ProductInput saved_weight_of(const GroupedCall& call, const PlannedProduct& dgra
   ModuleState state = state_of(call, Tensor(), nullptr);
   if (amax.defined()) state.amax = amax;
   const Tensor w = transposed_matrices(to_dtype(b, dtype));
-  const Directions out =
-      quantize_expert_weights(kGroupedMm, recipe, w, {kFpropW, false}, col, state);
+  const Directions out = quantize_expert_weights(recipe, w, {kFpropW, false}, col, state);
   return product_input(recipe, out.second, col);
 }
 

@@ -108,7 +108,7 @@ std::vector<Tensor> layer_operands_kernel(
   if (is_sharded) state.sharding = &sharding;
   if (groups) state.groups = {groups, wgrad_unit(recipe), rows_from};
   Directions out =
-      is_experts ? quantize_expert_weights("layer_operands", recipe, x, row, col, state)
+      is_experts ? quantize_expert_weights(recipe, x, row, col, state)
                  : quantize_both(recipe, as_matrix("layer_operands", "x", x), row, col, state);
   if (is_x && rowwise && token_dim)
     out.first = gather_tokens(sharding, token_runs(sharding, x.sym_sizes()), out.first, false);
