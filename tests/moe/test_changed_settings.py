@@ -126,6 +126,51 @@ SCATTERED = {  # name in the error: change
     "weighted": lambda patch, m: setattr(m, "weighted", lambda y, weights: 2 * y),
     "forward": lambda patch, m: setattr(m, "forward", lambda x, *args: 2 * x),
 }
+
+
+def with_variable(value):
+    def by_variable(y):
+        return y if value is None else y * value
+
+    return by_variable
+
+
+BY_VARIABLE = with_variable(None)
+
+
+class OneVariable(Foreign):
+    """Experts that scale by a variable of an enclosing function."""
+
+    def weighted(self, y, weights):
+        return BY_VARIABLE(y) * weights
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(1.0, None), (None, 2.0), (1.0, "empty"), (None, "empty")]
+)
+def test_any_change_of_an_enclosing_variable_raises(before, after, monkeypatch):
+    function = with_variable(before)
+    monkeypatch.setitem(globals(), "BY_VARIABLE", function)
+    experts = converted(OneVariable())
+    call(experts)
+    (cell,) = function.__closure__
+    if after == "empty":
+        del cell.cell_contents
+    else:
+        cell.cell_contents = after
+    got = "none" if after == "empty" else after
+    text = rf"expected value of .*by_variable as at its conversion, got {got} instead of {before};"
+    with pytest.raises(RuntimeError, match=text):
+        call(experts)
+
+
+def test_the_sign_of_a_zero_is_a_change():
+    experts = converted(Adjustable())
+    experts.drop.p = -0.0
+    with pytest.raises(RuntimeError, match=r"drop.p as at its conversion, got -0.0 instead of 0.0"):
+        call(experts)
+
+
 DOUBLED = SimpleNamespace(scale=2.0, nested={"low": 1.0})
 
 

@@ -89,6 +89,25 @@ class CountsInClass(Foreign):
         return super().forward(x, index, weights)
 
 
+def counting():
+    steps = None
+
+    def count():
+        nonlocal steps
+        steps = 1
+
+    return count
+
+
+COUNT = counting()
+
+
+class CountsInVariable(Foreign):
+    def forward(self, x, index, weights):
+        COUNT()
+        return super().forward(x, index, weights)
+
+
 class Losses(Foreign):
     def __init__(self) -> None:
         super().__init__()
@@ -240,6 +259,7 @@ EFFECTS = {
     Counts: "reads tokens, tensors that minifloat's does not read",
     CountsInPython: "changes its attribute steps",
     CountsInClass: "could change type(self).steps, which is no part of it",
+    CountsInVariable: "writes the variable steps, which is no part of it",
     Losses: "changes its attribute kept['losses'][0]",
     LossesOfClass: "changes its attribute losses[0]",
     LossesOfProcess: "could change LOSSES, which is no part of it",

@@ -304,6 +304,11 @@ ROWS = [
         lambda m: m.closed() == "silu",
         sets(lambda m: m.closed.__closure__[0], "cell_contents", "relu"),
     ),
+    (
+        "empty cell",
+        lambda m: m.closed() == "silu",
+        lambda m, p: p.delattr(m.closed.__closure__[0], "cell_contents"),
+    ),
     ("partial: a keyword", calls_partial, lambda m, p: m.bound.keywords.update(kind="relu")),
     ("partial: another keyword", calls_partial, lambda m, p: m.bound.keywords.update(scale=2)),
     ("partial: function", calls_partial, lambda m, p: m.bound.__setstate__((RELU, (), {}, {}))),
@@ -397,7 +402,15 @@ def test_a_change_of_what_was_read(_, condition, change, monkeypatch):
         ((1, (2.0, "a")), (1, (2.0, "a")), False),
         ((1, 0.0), (1, -0.0), True),
         ((1,), (1, 2), True),
-        ([1], [1], True),
+        ([1], [1], False),
+        ([1], [True], True),
+        ({"a": (0.0,)}, {"a": (-0.0,)}, True),
+        ({"a": 1}, {"b": 1}, True),
+        ({1}, {1}, False),
+        (functools.partial(int, 1), functools.partial(int, 1), False),
+        (functools.partial(int, base=2), functools.partial(int, base=2.0), True),
+        (-0j, 0j, True),
+        (object(), object(), True),
     ],
 )
 def test_values_that_differ(got, want, is_other):

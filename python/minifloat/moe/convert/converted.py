@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from ...nn.convert.reads import NOTHING, Reads
 from ...nn.grouped_product import (
     GroupedProduct,
     HasProducts,
@@ -50,7 +51,7 @@ from .same_forward import (
     counted_call,
     expected_counted,
 )
-from .settings import NOTHING, SETTINGS, Reads, read_settings, require_settings
+from .settings import SETTINGS, read_settings, require_settings
 
 NAMES = ("w1", "w3", "w2")  # of torchtitan: (E, I, D), (E, I, D), (E, D, I)
 # The activation is in a module's code, not in its parameters, so modules are found by class.
@@ -84,8 +85,7 @@ class Converted(HasProducts, nn.Module):
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         require_settings(self)
-        state = {name: v for name, v in self.__dict__.items() if name != SETTINGS}
-        return rebuilt, (self.original, self.form), state
+        return rebuilt, (self.original, self.form), self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

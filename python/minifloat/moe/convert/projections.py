@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..._native import ops
+from ...nn.convert.reads import first_change
 from ...nn.grouped_product import call_of, matrix_of
 from ..feed_forward import (
     Gate,
@@ -42,7 +43,7 @@ from .same_forward import (
     expected_sum,
     projection_kinds,
 )
-from .settings import first_change, read_settings, require_settings
+from .settings import read_settings, require_settings
 
 NAMES = ("gate_up_proj", "down_proj")
 IMPLEMENTATION = "minifloat"  # among transformers' implementations of experts

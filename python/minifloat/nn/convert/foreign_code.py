@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .reads import MISSING
+from .reads import MISSING, contents_of
 
 NOT_FOLLOWED = {"torch", "triton", "numpy", "minifloat", *sys.stdlib_module_names} - {"__main__"}
 RANDOM_MODULES = ("random", "numpy.random", "secrets")
@@ -58,10 +58,10 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
             yield from codes_in(const)
 
 
-def is_followed(value: object) -> bool:
-    """Tells whether a function or class is another library's, or the caller's."""
-    module = getattr(value, "__module__", None) or ""
-    return module.partition(".")[0] not in NOT_FOLLOWED
+def is_followed(value: object, others: set[str] = NOT_FOLLOWED) -> bool:
+    """Tells whether a function, class or module is another library's, or the caller's."""
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return (name or "").partition(".")[0] not in others
 
 
 def parts_of(value: object) -> Iterator[object]:
@@ -82,7 +82,6 @@ def functions_of(value: object, names: set[str]) -> Iterator[FunctionType]:
     """Yields the functions that a global, an attribute or a closure stands for."""
     is_other = is_followed(value if isinstance(value, (type, ModuleType)) else type(value))
     if isinstance(value, ModuleType):
-        is_other = value.__name__.partition(".")[0] not in NOT_FOLLOWED
         parts = [value.__dict__.get(name) for name in names] if is_other else []
     elif isinstance(value, type):
         parts = list(vars(value).values()) if is_other else []
@@ -122,7 +121,7 @@ def code_of(
         names |= own
         tables = [function.__globals__, *map(vars, bases), attributes]
         values = [table[name] for table in tables for name in own if name in table]
-        values += [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
+        values += map(contents_of, function.__closure__ or ())
         values += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         for value in [part for whole in values for part in parts_of(whole)]:
             if isinstance(value, partial):
@@ -132,13 +131,6 @@ def code_of(
                     if found not in queue:
                         queue.append(found)
     return Code(cls, tuple(queue), frozenset(names), frozenset(texts), frozenset(bound))
-
-
-def is_filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 def source_of(function: FunctionType) -> str | None:
@@ -219,7 +211,7 @@ class Uses:
         self.function, self.tree = function, tree
         self.parents = {child: n for n in ast.walk(tree) for child in ast.iter_child_nodes(n)}
         cells = zip(function.__code__.co_freevars, function.__closure__ or ())
-        self.closure = {name: c.cell_contents for name, c in cells if is_filled(c)}
+        self.closure = {name: contents_of(cell) for name, cell in cells}
         parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
         defaults = {p.name: p.default for p in parameters if p.default is not p.empty}
         self.closure |= {name: v for name, v in defaults.items() if not is_constant(v)}

@@ -1,62 +1,235 @@
-"""What a forward has read, so that a later call can tell whether it would read the same again.
+"""What another library's forward has read, so that a later call can tell whether that has changed.
 
-A trace (nn/fuse/trace.py) shows what a forward computes with the settings, submodules, functions
-and globals of that moment. `Reads` lists what the forward read, and what it looked for and did not
-find. `is_unchanged` compares the list with what is there now, so it does not matter who made a
-change. One change is not seen: another dict that is assigned to an object's __dict__.
+A conversion stands for such a forward under the settings, submodules, functions and globals of that
+moment. `Record` lists them, as a run on stand-ins reads them (nn/fuse/trace.py) or as the names in
+the code tell (moe/convert/settings.py). `first_change` compares the list with what is there now, so
+it does not matter who made a change. One change is not seen: another dict that is assigned to an
+object's __dict__.
 
-Values are compared by identity. Numbers, texts and tuples are also equal where their class and
-value are the same: True is not 1, and 0.0 is not -0.0.
+Values are compared by identity. Numbers, texts, containers and partials are also equal where their
+classes and values are the same: True is not 1, and 0.0 is not -0.0.
 
-The list must not refer to the traced module, which keeps it: only Python's collector of cycles
-would free the parameters then. So None stands for the module, and a dict of the module itself is
-recorded by its name: "__dict__" or "_modules". A submodule's dicts are recorded by name too, since
-others may take their place, but for __dict__: torch.compile has no guard of `part.__dict__`, only
-of the dict itself.
+The list must not refer to the module, which keeps it: only Python's collector of cycles would free
+the parameters then. So None stands for the module, and a dict of the module itself is recorded by
+its name: "__dict__" or "_modules". A submodule's dicts are recorded by name too, since others may
+take their place, but for __dict__: torch.compile has no guard of `part.__dict__`, only of the dict
+itself.
 
-torch.compile traces `is_unchanged` too: its comparisons become guards of the compiled code.
+torch.compile traces `first_change` too: its comparisons become guards of the compiled code.
 """
 
 from __future__ import annotations
 
-from types import FunctionType
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from ..state.random_state import AdvanceRng
 from .fast_paths import prevent_fast_path
 
 MISSING = object()  # the value of a name that nothing has
-CONSTANTS = (bool, int, float, str)  # classes of settings that are compared by value
+# Classes of values that are equal where == says so, but for the sign of a zero.
+CONSTANTS = (bool, int, float, complex, str, bytes, torch.device, set, frozenset)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+NO_HOOKS = "no hooks"  # an entry's name
+OF_FUNCTIONS = ("__code__", "__defaults__", "__kwdefaults__")
+IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE, of types whose members nobody can change
+
+Place = tuple[Any, str | None]  # of a dict, as Reads.dicts has it
+Entry = tuple[Any, Any, Any]  # (owner, name, value)
 
 
 class Reads(NamedTuple):
-    """What the forward of one module has read.
+    """What the forward of one module has read. A copy of it is None, since copies read others.
 
     Args:
         dicts: (owner, name, items, absent): the dict that is the attribute `name` of an object, or
             of the module itself where the owner is None. Where `name` is None, the owner is a dict:
             of a class, or globals. `items` are its (key, value) that were read, `absent` the keys
             that were looked for and not found.
-        attributes: (object, name, value): of classes, Python modules, partials and cells.
         functions: (function, __code__, __defaults__, __kwdefaults__) of those that ran.
+        cells: (cell, its name in an error, its content) of enclosing functions' variables.
         keys: (owner, name, keys) of dicts of which all keys were visited.
         called: (module, its class, its __dict__, the forward there or MISSING, the class's forward,
             its __call__) of submodules that the forward calls.
         lacking: (object, or None for the module itself, name) that hasattr denies.
+        attributes: (object, name, value): of classes, Python modules, partials and other objects.
     """
 
     dicts: tuple[tuple[Any, str | None, tuple[tuple[Any, Any], ...], tuple[Any, ...]], ...] = ()
-    attributes: tuple[tuple[Any, str, Any], ...] = ()
     functions: tuple[tuple[FunctionType, Any, Any, Any], ...] = ()
+    cells: tuple[tuple[CellType, str, Any], ...] = ()
     keys: tuple[tuple[Any, str | None, tuple[Any, ...]], ...] = ()
     called: tuple[tuple[nn.Module, type[nn.Module], dict[str, Any], Any, Any, Any], ...] = ()
     lacking: tuple[tuple[Any, str], ...] = ()
+    attributes: tuple[Entry, ...] = ()
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return (type(None), ()) if any(self) else "NOTHING"
+
+    def entries(self) -> Iterator[Entry]:
+        """Yields all that has a value, MISSING where there was none."""
+        for owner, _, items, absent in self.dicts:
+            yield from ((owner, *item) for item in items)
+            yield from ((owner, key, MISSING) for key in absent)
+        for function, *values in self.functions:
+            yield from ((function, *field) for field in zip(OF_FUNCTIONS, values))
+        for part, cls, _, own, forward, _ in self.called:
+            yield from ((part, "__class__", cls), (part, "forward", own), (cls, "forward", forward))
+        yield from (*self.cells, *self.attributes)
 
 
 NOTHING = Reads()
+
+
+class Record:
+    """Writes down what the forward of one module reads. What comes first under a name stays.
+
+    Args:
+        module: whose forward it is.
+        cls: its class, before a conversion.
+        copy: returns what is recorded of a value: the value itself, or a `snapshot`.
+    """
+
+    def __init__(
+        self, module: nn.Module, cls: type, copy: Callable[[Any], Any] = lambda value: value
+    ) -> None:
+        self.module, self.cls, self.copy = module, cls, copy
+        self.rows: dict[str, dict[Any, tuple[Any, ...]]] = {name: {} for name in Reads._fields}
+        self.items: dict[Any, tuple[Place, dict[Any, Any]]] = {}  # of dicts, MISSING where absent
+        self.members: dict[int, Mapping[str, Any]] = {}  # of classes, by id
+        self.places: dict[int, Place] = {}  # of submodules' dicts, by id
+
+    def reads(self) -> Reads:
+        """Returns what was read."""
+        found = {name: tuple(rows.values()) for name, rows in self.rows.items()}
+        found["dicts"] = tuple(
+            (
+                *place,
+                tuple(item for item in items.items() if item[1] is not MISSING),
+                tuple(key for key, value in items.items() if value is MISSING),
+            )
+            for place, items in self.items.values()
+        )
+        return Reads(**found)
+
+    def owner(self, value: Any) -> Any:
+        """Returns how an object is recorded."""
+        return None if value is self.module else value
+
+    def modules(self, module: nn.Module) -> dict[str, Any]:
+        """Returns the dict of a module's submodules, and knows it as the module's from now on."""
+        self.places[id(module._modules)] = (self.owner(module), "_modules")
+        return module._modules
+
+    def place(self, items: Mapping[Any, Any]) -> Place:
+        """Returns the place of a dict."""
+        return self.places.get(id(items), (items, None))
+
+    def item(self, place: Place, key: Any, value: Any) -> Any:
+        """Returns and records an item of a dict, MISSING where there is none."""
+        items = self.items.setdefault((id(place[0]), place[1]), (place, {}))[1]
+        items.setdefault(key, self.copy(value))
+        return value
+
+    def item_of(self, value: Any, name: str, key: str) -> Any:
+        """Returns and records an item of a dict that is an attribute, MISSING if there is none."""
+        found = getattr(value, name).get(key, MISSING)
+        is_dict = name == "__dict__" and value is not self.module  # as torch.compile needs it
+        place = (value.__dict__, None) if is_dict else (self.owner(value), name)
+        return self.item(place, key, found)
+
+    def keys(self, items: dict[Any, Any]) -> None:
+        """Records all keys of a dict."""
+        place = self.place(items)
+        self.rows["keys"].setdefault((id(place[0]), place[1]), (*place, tuple(items)))
+
+    def attribute(self, owner: Any, name: str, value: Any) -> None:
+        """Records an attribute of what needs no other record."""
+        row = (owner, name, self.copy(value))
+        self.rows["attributes"].setdefault((id(owner), name), row)
+
+    def lack(self, owner: Any, name: str) -> None:
+        """Records that an object has no attribute of this name, of any kind."""
+        self.rows["lacking"].setdefault((id(owner), name), (self.owner(owner), name))
+
+    def member(self, cls: type, name: str) -> Any:
+        """Returns and records a class's member as it or one of its bases has it, or MISSING."""
+        if not cls.__flags__ & IMMUTABLE:
+            self.attribute(cls, "__mro__", cls.__mro__)
+        for base in cls.__mro__:
+            if (found := self.member_of(base, name)) is not MISSING:
+                return found
+        return MISSING
+
+    def member_of(self, cls: type, name: str) -> Any:
+        """Returns and records what a class itself has, without its bases."""
+        members = self.members.setdefault(id(cls), cls.__dict__)
+        found = members.get(name, MISSING)
+        return found if cls.__flags__ & IMMUTABLE else self.item((members, None), name, found)
+
+    def class_of(self, value: Any) -> type:
+        """Returns and records an object's class; that of the module itself before a conversion."""
+        if value is self.module:
+            return self.cls
+        if not type(value).__flags__ & IMMUTABLE:
+            self.attribute(value, "__class__", type(value))
+        return type(value)
+
+    def function(self, function: FunctionType) -> None:
+        """Records a function that runs."""
+        values = (snapshot(getattr(function, name)) for name in OF_FUNCTIONS)
+        self.rows["functions"].setdefault(id(function), (function, *values))
+
+    def cells(self, function: FunctionType) -> Iterator[Any]:
+        """Yields and records what the variables of enclosing functions hold."""
+        for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+            content = contents_of(cell)
+            if variable != "__class__":
+                row = (cell, f"{variable} of {text_of(function)}", self.copy(content))
+                self.rows["cells"].setdefault(id(cell), row)
+            yield content
+
+    def partial(self, value: partial[Any]) -> None:
+        """Records a partial that is called."""
+        for name in ("func", "args", "keywords"):
+            self.attribute(value, name, snapshot(getattr(value, name)))
+
+    def call(self, module: nn.Module) -> None:
+        """Records a submodule that is called."""
+        cls = type(module)
+        own = module.__dict__.get("forward", MISSING)
+        row = (module, cls, module.__dict__, own, getattr(cls, "forward", MISSING), cls.__call__)
+        self.rows["called"].setdefault(id(module), row)
+
+
+def contents_of(cell: CellType) -> Any:
+    """Returns what a variable of an enclosing function holds, MISSING where it is not set."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
+
+
+# ---- comparison ----------------------------------------------------------------------------------
+
+
+def snapshot(value: Any) -> Any:
+    """Returns a container or functools.partial that no later write changes; else the value."""
+    kind = type(value)
+    if kind is partial:
+        return partial(value.func, *snapshot(value.args), **snapshot(value.keywords))
+    if kind is dict:
+        return {key: snapshot(item) for key, item in value.items()}
+    if kind in (list, tuple):
+        parts = kind(map(snapshot, value))
+        is_same = kind is tuple and all(part is item for part, item in zip(parts, value))
+        return value if is_same else parts
+    return kind(value) if kind is set else value
 
 
 def differs(got: Any, want: Any) -> bool:
@@ -66,47 +239,63 @@ def differs(got: Any, want: Any) -> bool:
     cls = type(want)
     if type(got) is not cls:
         return True
-    if cls is tuple:
-        return len(got) != len(want) or any([differs(g, w) for g, w in zip(got, want)])
+    if cls is partial:  # which has no identity in compiled code
+        parts = (got.func, want.func), (got.args, want.args), (got.keywords, want.keywords)
+        return any([differs(*pair) for pair in parts])
+    if cls in (list, tuple):
+        return len(got) != len(want) or any([differs(*pair) for pair in zip(got, want)])
+    if cls is dict:
+        return got.keys() != want.keys() or any([differs(got[key], want[key]) for key in want])
     if cls not in CONSTANTS or got != want:
         return True
-    return cls is float and not want and str(got) != str(want)  # the sign of zero
+    return cls in (float, complex) and not want and str(got) != str(want)  # the sign of zero
 
 
-def is_unchanged(reads: Reads, module: nn.Module) -> bool:
-    """Tells whether a forward would read the same again, and no hook sees what it calls.
+def first_change(reads: Reads, module: nn.Module) -> tuple[Any, Any, Any, Any] | None:
+    """Returns the first entry that has another value: (owner, name, value, value now).
 
-    Each forward of a feed-forward that is one op asks, eager or compiled.
+    The owner is None for an entry of the module itself. A hook of a submodule that the forward
+    calls is a change. Each forward asks, eager or compiled.
     """
-    dicts, attributes, functions, all_keys, called, lacking = reads
+    dicts, functions, cells, all_keys, called, lacking, attributes = reads
     for owner, place, items, absent in dicts:
         where = owner if place is None else getattr(module if owner is None else owner, place)
         for key, value in items:
             if (got := where.get(key, MISSING)) is not value and differs(got, value):
-                return False
+                return owner, key, value, got
         for key in absent:
             if key in where:
-                return False
-    for owner, name, value in attributes:
-        if (got := getattr(owner, name, MISSING)) is not value and differs(got, value):
-            return False
-    for function, code, defaults, kwdefaults in functions:
-        if function.__code__ is not code or function.__kwdefaults__ is not kwdefaults:
-            return False
+                return owner, key, MISSING, where[key]
+    for function, code, defaults, named in functions:
+        if function.__code__ is not code:
+            return function, "__code__", code, function.__code__
         if (got := function.__defaults__) is not defaults and differs(got, defaults):
-            return False
+            return function, "__defaults__", defaults, got
+        if (got := function.__kwdefaults__) is not named and differs(got, named):
+            return function, "__kwdefaults__", named, got
+    for cell, name, value in cells:
+        if (got := contents_of(cell)) is not value and differs(got, value):
+            return cell, name, value, got
     for owner, place, keys in all_keys:
         where = owner if place is None else getattr(module if owner is None else owner, place)
         if tuple(where) != keys:
-            return False
+            return owner, "keys", keys, tuple(where)
     for part, cls, instance, own, forward, call in called:
-        if getattr(part, "__class__", None) is not cls or has_hooks(part):
-            return False
+        if (got := getattr(part, "__class__", None)) is not cls:
+            return part, "__class__", cls, got
+        if has_hooks(part):
+            return part, NO_HOOKS, MISSING, hook_of(part)
+        if (got := instance.get("forward", MISSING)) is not own:
+            return part, "forward", own, got
         if cls.forward is not forward or cls.__call__ is not call:
-            return False
-        if instance.get("forward", MISSING) is not own:
-            return False
-    return not any([hasattr(module if owner is None else owner, name) for owner, name in lacking])
+            return cls, "forward", forward, cls.forward
+    for owner, name in lacking:
+        if hasattr(module if owner is None else owner, name):
+            return owner, name, MISSING, getattr(module if owner is None else owner, name)
+    for owner, name, value in attributes:
+        if (got := getattr(owner, name, MISSING)) is not value and differs(got, value):
+            return owner, name, value, got
+    return None
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -129,3 +318,40 @@ def hook_of(module: nn.Module) -> str | None:
             if hook is not prevent_fast_path and not isinstance(owner, AdvanceRng):
                 return name.strip("_").removesuffix("s")
     return None
+
+
+# ---- names in errors -----------------------------------------------------------------------------
+
+
+def name_of(owner: Any, name: str, reads: Reads) -> str:
+    """Returns an entry's name, such as config.scale or package.module.ALPHA."""
+    place = place_of(owner, reads)
+    if name == NO_HOOKS:
+        return f"{name} of {place}"
+    return f"{place}.{name}" if place else name
+
+
+def place_of(owner: Any, reads: Reads) -> str:
+    """Returns where an entry is: the name of a module, class or function, or an entry's own name.
+
+    An entry of the converted module itself has an empty place.
+    """
+    if isinstance(owner, (type, FunctionType, ModuleType)):
+        return text_of(owner)
+    if isinstance(owner, dict) and "__name__" in owner:
+        return str(owner["__name__"])
+    for place, name, value in reads.entries() if owner is not None else ():
+        if value is owner or getattr(value, "__dict__", None) is owner:
+            return name_of(place, name, reads)
+    return ""
+
+
+def text_of(value: object) -> str:
+    """Returns a value as an error names it."""
+    if value is MISSING:
+        return "none"
+    if isinstance(value, ModuleType):
+        return value.__name__
+    if isinstance(value, (FunctionType, BuiltinFunctionType, type)):
+        return f"{value.__module__}.{value.__qualname__}"
+    return f"{value}"

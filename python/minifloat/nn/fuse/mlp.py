@@ -25,7 +25,7 @@ from ..._native import ops
 from ...checks import require_bool, require_int, require_one_of
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..accumulation import weight_sums
-from ..convert.reads import HOOKS, NOTHING, Reads, has_hooks, hook_of, is_unchanged
+from ..convert.reads import HOOKS, NOTHING, Reads, first_change, has_hooks, hook_of
 from ..linear import Linear, parameter_of, rebased, weight_operands
 from .trace import trace
 
@@ -170,8 +170,6 @@ def mlp_class(before: type) -> type[MLP]:
     def reduce(self: MLP, protocol: Any) -> Any:
         made = nn.Module.__reduce_ex__(self, max(2, protocol))
         function, args, state, *rest = cast(tuple[Any, ...], made)
-        if isinstance(state, dict):  # a copy reads other objects, and is traced again
-            state = {k: v for k, v in state.items() if k != "mlp_reads"}
         if type(self) is CLASSES[before]:
             function, args = new_mlp, (before,)
         return (function, args, state, *rest)
@@ -237,7 +235,7 @@ def can_be_one_op(module: MLP, x: Any) -> bool:
         return False
     if any([getattr(torch_module, name) for name in OF_ALL_MODULES]):
         return False
-    if not is_unchanged(reads, module):
+    if first_change(reads, module) is not None:
         return False
     modules, first = module._modules, None
     for name in parts.layers:

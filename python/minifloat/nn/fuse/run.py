@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..convert.reads import MISSING, hook_of
-from .record import Record
+from ..convert.reads import MISSING, Record, contents_of, hook_of
 from .symbols import (
     FUNCTIONS,
     Named,
@@ -30,7 +29,6 @@ from .views import (
     Super,
     Unknown,
     View,
-    contents_of,
     found_in,
     handles_exceptions,
     is_a,
@@ -290,7 +288,11 @@ class Run:
         if id(scope) not in self.scopes:
             self.scopes[id(scope)] = Globals(self, scope)
         names = function.__code__.co_freevars
-        cells = [self.cell(name, cell) for name, cell in zip(names, function.__closure__ or ())]
+        contents = zip(names, self.record.cells(function))
+        cells = [
+            types.CellType() if content is MISSING else types.CellType(self.wrap(content, name))
+            for name, content in contents
+        ]
         before = [contents_of(cell) for cell in cells]
         copy = types.FunctionType(
             function.__code__,
@@ -310,15 +312,6 @@ class Run:
             if contents_of(cell) is not content:
                 refuse(f"writes {name} of an enclosing function")
         return result
-
-    def cell(self, name: str, cell: types.CellType) -> types.CellType:
-        """Returns a copy of a variable that an enclosing function has."""
-        content = contents_of(cell)
-        if content is MISSING:
-            return types.CellType()
-        if name != "__class__":
-            self.record.attribute(cell, "cell_contents", content)
-        return types.CellType(self.wrap(content, name))
 
     def special(self, view: View, name: str, *args: Any) -> Any:
         """Calls a method of Python's syntax: __iter__, __len__ or __getitem__."""

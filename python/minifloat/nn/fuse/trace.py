@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..convert.reads import Reads
-from .record import Record
+from ..convert.reads import Reads, Record
 from .run import Run
 from .symbols import RESULT, Refused, Symbol, fields_of, kind_of, refuse, text_of
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from ..convert.reads import MISSING
-from .record import Record
+from ..convert.reads import MISSING, Record
 from .symbols import Named, refuse, refuse_operators, text_of
 
 CONSTANTS = (int, float, complex, bool, str, bytes, type(None), type(...), slice, torch.dtype)
@@ -170,14 +169,6 @@ def is_a(value: object, classes: type | tuple[type, ...]) -> bool:
 def found_in(cls: type, name: str) -> Any:
     """Returns a class's member as its own __dict__, or one of its bases', has it."""
     return next((c.__dict__[name] for c in cls.__mro__ if name in c.__dict__), MISSING)
-
-
-def contents_of(cell: types.CellType) -> Any:
-    """Returns what a variable of an enclosing function holds, MISSING where it is not set."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
 
 
 def name_of(function: Any) -> str:
