@@ -87,7 +87,7 @@ def read_settings(module: nn.Module, *replaced: Callable[..., object]) -> Reads:
     settings.attribute(cls, GATE, getattr(cls, GATE, MISSING))
     config = getattr(module, "config", None)
     if (chosen := getattr(config, IMPLEMENTATION, MISSING)) is not MISSING:
-        settings.attribute(config, IMPLEMENTATION, chosen)  # the last one
+        settings.attribute(config, IMPLEMENTATION, chosen)  # compared last
     return settings.reads()
 
 

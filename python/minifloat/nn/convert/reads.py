@@ -54,8 +54,7 @@ class Reads(NamedTuple):
         functions: (function, __code__, __defaults__, __kwdefaults__) of those that ran.
         cells: (cell, its name in an error, its content) of enclosing functions' variables.
         keys: (owner, name, keys) of dicts of which all keys were visited.
-        called: (module, its class, its __dict__, the forward there or MISSING, the class's forward,
-            its __call__) of submodules that the forward calls.
+        called: (module,) of submodules that the forward calls, which have no hooks.
         lacking: (object, or None for the module itself, name) that hasattr denies.
         attributes: (object, name, value): of classes, Python modules, partials and other objects.
     """
@@ -64,7 +63,7 @@ class Reads(NamedTuple):
     functions: tuple[tuple[FunctionType, Any, Any, Any], ...] = ()
     cells: tuple[tuple[CellType, str, Any], ...] = ()
     keys: tuple[tuple[Any, str | None, tuple[Any, ...]], ...] = ()
-    called: tuple[tuple[nn.Module, type[nn.Module], dict[str, Any], Any, Any, Any], ...] = ()
+    called: tuple[tuple[nn.Module], ...] = ()
     lacking: tuple[tuple[Any, str], ...] = ()
     attributes: tuple[Entry, ...] = ()
 
@@ -78,8 +77,6 @@ class Reads(NamedTuple):
             yield from ((owner, key, MISSING) for key in absent)
         for function, *values in self.functions:
             yield from ((function, *field) for field in zip(OF_FUNCTIONS, values))
-        for part, cls, _, own, forward, _ in self.called:
-            yield from ((part, "__class__", cls), (part, "forward", own), (cls, "forward", forward))
         yield from (*self.cells, *self.attributes)
 
 
@@ -201,10 +198,11 @@ class Record:
 
     def call(self, module: nn.Module) -> None:
         """Records a submodule that is called."""
-        cls = type(module)
-        own = module.__dict__.get("forward", MISSING)
-        row = (module, cls, module.__dict__, own, getattr(cls, "forward", MISSING), cls.__call__)
-        self.rows["called"].setdefault(id(module), row)
+        cls = self.class_of(module)
+        for name in ("forward", "__call__"):
+            self.attribute(cls, name, getattr(cls, name))
+        self.item_of(module, "__dict__", "forward")
+        self.rows["called"].setdefault(id(module), (module,))
 
 
 def contents_of(cell: CellType) -> Any:
@@ -280,15 +278,9 @@ def first_change(reads: Reads, module: nn.Module) -> tuple[Any, Any, Any, Any] |
         where = owner if place is None else getattr(module if owner is None else owner, place)
         if tuple(where) != keys:
             return owner, "keys", keys, tuple(where)
-    for part, cls, instance, own, forward, call in called:
-        if (got := getattr(part, "__class__", None)) is not cls:
-            return part, "__class__", cls, got
+    for (part,) in called:
         if has_hooks(part):
             return part, NO_HOOKS, MISSING, hook_of(part)
-        if (got := instance.get("forward", MISSING)) is not own:
-            return part, "forward", own, got
-        if cls.forward is not forward or cls.__call__ is not call:
-            return cls, "forward", forward, cls.forward
     for owner, name in lacking:
         if hasattr(module if owner is None else owner, name):
             return owner, name, MISSING, getattr(module if owner is None else owner, name)
