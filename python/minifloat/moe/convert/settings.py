@@ -52,6 +52,8 @@ GATE = "_apply_gate"  # a method that the conversion calls in place of act_fn
 CONVERSION = (GATE, "alpha", "is_concatenated", "limit")  # what it reads of any module
 # The mode, and which of several implementations of one computation runs.
 NOT_SETTINGS = {"training", "forward", "__class__", "__dict__", "use_grouped_mm", IMPLEMENTATION}
+# Functions that torchtitan replaces by compiled ones, of the same code, after a conversion.
+COMPILED_IN_PLACE = {"_run_experts_for_loop", "_run_experts_grouped_mm"}
 DEPTH = 4  # of attributes within attributes
 WHOLE = (*PLAIN, Tensor, FunctionType, BuiltinFunctionType)  # nothing within them is recorded
 
@@ -116,6 +118,7 @@ class Settings(Record):
             values = [
                 self.item((scope, None), name, scope.get(name, MISSING))
                 for name in globals_of(function)
+                if name not in COMPILED_IN_PLACE
             ]
             values += [*self.cells(function), function.__defaults__, function.__kwdefaults__]
             for value in values:
