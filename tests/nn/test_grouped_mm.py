@@ -403,7 +403,6 @@ def arguments(**changes):
         ({"offs": torch.zeros(8, dtype=torch.int32, device="meta")}, "offs on cpu"),
         ({"B": torch.zeros(8, 32, 48, dtype=torch.bfloat16)}, "A .M, K. and B .E, K, N."),
         ({"B": torch.zeros(8, 64, 96, dtype=torch.bfloat16)[:, ::2, ::2]}, "A .M, K. and B"),
-        ({"B": torch.zeros(8, 128, 96, dtype=torch.bfloat16)[:, ::2, ::2]}, "adjacent"),
         ({"bias": torch.zeros(48)}, "bias"),
         ({"row_ids": torch.zeros(3, dtype=torch.int32)}, "row_ids"),
         ({"first_expert": -1}, "first_expert"),
