@@ -89,9 +89,3 @@ def unread_losses(model: nn.Module) -> str | None:
         f"and forwards whose balance loss nobody read in {', '.join(unread)}; where a forward is "
         "given up, call mf.balance_loss(model) and ignore its result"
     )
-
-
-def drop_losses(model: nn.Module) -> None:
-    """Drops the losses that a step leaves: those of forwards without gradients."""
-    for _, router in routers_with_losses(model):
-        router.loss = None

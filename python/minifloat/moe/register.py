@@ -11,7 +11,7 @@ from torch import nn
 
 from ..nn.names import clean_name, unwrapped
 from ..nn.registry import expert_functions
-from .balance import drop_losses, unread_losses
+from .balance import unread_losses
 from .convert.experts import convert, restore, revert, select
 from .layer import divided_experts
 from .ranks.parallel_experts import ExpertParallel, to_host
@@ -31,9 +31,11 @@ def end_step(model: nn.Module, ranks: dist.ProcessGroup | None) -> None:
     ranks: those with the same routers; None: this one alone.
     """
     model = unwrapped(model)
-    drop_losses(model)
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for router in routers:
+        router.loss = None  # of a forward without gradients: unread_losses refuses others
     warn_of_dropped(divided_experts(model).values())
-    routers = [router for _, router in routers_of(model)]
+    routers = [router for router in routers if not router.counts.is_meta]
     if not routers:
         return
     if ranks is not None:

@@ -241,9 +241,9 @@ def require_settings(module: nn.Module) -> None:
         return
     values = "another value"
     if not torch.compiler.is_compiling():  # in which a value may have no text
+        is_hook = name == NO_HOOKS
+        values = f"a {got}" if is_hook else f"{text_of(got)} instead of {text_of(value)}"
         name = name_of(owner, name, reads)
-        values = f"{text_of(got)} instead of {text_of(value)}"
-        values = f"a {got}" if change[1] == NO_HOOKS else values
     raise RuntimeError(
         f"{type(module).__name__}: expected {name} as at its conversion, got {values}; call "
         "mf.restore_ before such a change, and mf.quantize_ after it"
