@@ -1,7 +1,7 @@
 """The package's version: one number, wherever it is asked for."""
 
 import re
-from importlib import metadata
+from importlib import metadata, util
 from pathlib import Path
 
 import minifloat as mf
@@ -15,6 +15,16 @@ def test_a_source_tree_has_the_version_of_its_build(tmp_path):
     package = tmp_path / "python" / "minifloat"
     (tmp_path / "CMakeLists.txt").write_text("# a build\nproject(minifloat VERSION 3.14.1\n")
     assert read_version(package) == "3.14.1"
+
+
+def test_a_package_of_links_has_the_version_of_the_tree(tmp_path):
+    """As `make test-asan` makes one, for libraries of another build."""
+    link = tmp_path / "_version.py"
+    link.symlink_to(ROOT / "python" / "minifloat" / "_version.py")
+    spec = util.spec_from_file_location("linked", link)
+    linked = util.module_from_spec(spec)
+    spec.loader.exec_module(linked)
+    assert linked.__version__ == mf.__version__
 
 
 @pytest.mark.parametrize("other", [None, "project(another VERSION 2.0)"])

@@ -6,8 +6,10 @@ import re
 from importlib import metadata
 from pathlib import Path
 
+PACKAGE = Path(__file__).resolve().parent  # of the sources, where this file is a link to one
 
-def read_version(package: Path = Path(__file__).parent) -> str:
+
+def read_version(package: Path = PACKAGE) -> str:
     """Returns the version: of a source tree its CMakeLists.txt's, else the installed package's."""
     build = package.parents[1] / "CMakeLists.txt"
     text = build.read_text(encoding="utf-8") if build.is_file() else ""
