@@ -68,8 +68,8 @@ DIFFERENT = {
     "mode": (lambda r: evaluated("ab") if r else linears("ab"), "layer 1 is 'b:", "evaluation"),
     "experts": (
         lambda r: built_experts("bf16", experts=8 * (1 + r)),
-        "a router of 8 experts",
-        "a router of 16 experts",
+        "a router of experts=8",
+        "a router of experts=16",
     ),
 }
 

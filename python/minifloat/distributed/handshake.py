@@ -24,6 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -82,7 +83,7 @@ def meet(
             exchanges.
     """
     world = dist.get_world_size(group)
-    if world == 1 or dist.get_backend(group) == "fake":  # torch's backend without other ranks
+    if not has_others(group):
         raise_fault(fault)
         return None
     if fault is not None:
@@ -133,16 +134,67 @@ def require_same(
         raise_different(texts, differs)
 
 
+def has_others(group: dist.ProcessGroup) -> bool:
+    """Tells whether a group has other ranks than this one."""
+    # torch's backend "fake" has a size and no ranks.
+    return dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
+
+
 def raise_fault(fault: str | None) -> None:
     """Raises a fault as a ValueError; None or "": there is none."""
     if fault:
         raise ValueError(fault)
 
 
+def raise_on_all(error: Exception, group: object) -> NoReturn:
+    """Raises an error of this rank's arguments on all ranks that wait for it in a handshake.
+
+    Args:
+        error: of the arguments.
+        group: the ranks, as the caller got them. The default group stands for what is no group,
+            because the other ranks may have passed None; but nobody waits for a rank that is not a
+            member.
+
+    Raises:
+        ValueError: the error's text, on every rank. Where there are no other ranks, the error.
+    """
+    is_member = group is not dist.GroupMember.NON_GROUP_MEMBER
+    if is_member and dist.is_available() and dist.is_initialized():
+        ranks = group if isinstance(group, dist.ProcessGroup) else dist.group.WORLD
+        ranks = cast(dist.ProcessGroup, ranks)
+        if has_others(ranks):
+            is_checked = isinstance(error, (TypeError, ValueError))
+            fault = f"{error}" if is_checked else f"{type(error).__name__}: {error}"
+            meet(FAULT, fault, ranks, expected=fault, absent="they have not called it", fault=fault)
+    raise error
+
+
 def raise_different(texts: Sequence[str], differs: str) -> None:
     """Raises ValueError with the text of each rank."""
     listed = "; ".join(f"rank {i} has {text}" for i, text in enumerate(texts))
     raise ValueError(f"{differs}, but {listed}")
+
+
+def call_to_handshake(group: dist.ProcessGroup, name: int, at: int | None) -> int | None:
+    """Calls all ranks of a group to a handshake; waits for none of them.
+
+    Args:
+        group: the ranks. Others must look here to see the call.
+        name: of the call, equal on all ranks.
+        at: the step of the handshake; of several calls the first counts. None: look alone.
+
+    Returns:
+        The step of the call; None: nobody has called.
+    """
+    store, key = _store_of(group), f"minifloat/call/{name}"
+    if at is not None:
+        return int(store.compare_set(key, "", str(at)))
+    return int(store.get(key)) if store.check([key]) else None
+
+
+def remove_call(group: dist.ProcessGroup, name: int) -> None:
+    """Removes a call from the store in the group's next handshake, if there was one."""
+    leftovers.setdefault(group, []).append(f"minifloat/call/{name}")
 
 
 def agree(title: str, dtype: torch.dtype | None, group: dist.ProcessGroup) -> torch.dtype:
@@ -201,10 +253,13 @@ def _wait_for_all(
     try:
         store.wait([f"{key}/end"], seconds)
     except RuntimeError:
-        store.add(key, -((1 << COUNT_BIT) + number))
-        others = [i for i in range(world) if i != rank]
-        # Ranks that came and gave up are named only where no other is missing.
-        return DIFFERENT, [i for i in others if not _has_come(store, i, done)] or others
+        still = store.add(key, -((1 << COUNT_BIT) + number))
+        # The last rank may have come at the same time. It then goes on, so this one does too: ranks
+        # count the same handshakes.
+        if still >> COUNT_BIT != world - 1:
+            others = [i for i in range(world) if i != rank]
+            # Ranks that came and gave up are named only where no other is missing.
+            return DIFFERENT, [i for i in others if not _has_come(store, i, done)] or others
     return store.get(f"{key}/end").decode(), []
 
 

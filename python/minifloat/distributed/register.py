@@ -21,7 +21,7 @@ from .fsdp.weight import (
     wrap_sharded_experts,
     wrap_sharded_weight,
 )
-from .handshake import require_same
+from .handshake import raise_on_all, require_same
 from .same_layers import group_of_step
 
 
@@ -110,6 +110,7 @@ distributed_functions.adopt_experts = wrap_sharded_experts
 distributed_functions.require_no_shard = require_no_shard
 distributed_functions.precompute_scales = precompute_scales
 distributed_functions.group_of_step = group_of_step
+distributed_functions.raise_on_all = raise_on_all
 distributed_functions.require_same_names = require_same_names
 distributed_functions.reduce_amaxes = reduce_amaxes
 distributed_functions.accumulate_gradients = accumulate_gradients

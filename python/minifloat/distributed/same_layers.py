@@ -6,9 +6,11 @@
     group=None, lists that overlap    an error on every rank, with the first difference
 
 Before ranks reduce amaxes or counts, they compare their lists in a handshake (handshake.py): in the
-first mf.step of a model, where its list of layers has changed, and in each step where any ranks
-reduce something. The last makes a rank that has not changed raise the error too. Where nothing is
-reduced, later steps have no handshake: recipes without delayed scaling, or one rank a stage.
+first mf.step of a model, and in each step where any ranks reduce something. The latter makes a rank
+that has not changed raise the error too. Where nothing is reduced, later steps have no handshake:
+recipes without delayed scaling, or one rank a stage. A rank whose list has changed then calls the
+others to one in the step after, by a key in the group's store, which all look up in each step. It
+cannot wait at once: a rank whose step has ended may wait for it in a collective of the next.
 
 A rank whose own checks fail, as where a balance loss was not read, passes that error to the
 handshake, and all ranks raise it.
@@ -25,7 +27,7 @@ import json
 import sys
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations, zip_longest
 from typing import Any, cast
 
@@ -34,7 +36,15 @@ from torch import nn
 
 from ..nn.names import PRODUCT, join, unwrapped
 from ..nn.state.recipe_state import RecipeState
-from .handshake import meet, number_of, raise_fault
+from .handshake import (
+    call_to_handshake,
+    has_others,
+    meet,
+    number_of,
+    raise_fault,
+    remove_call,
+    rounds,
+)
 
 STEP = "step: expected all {} ranks to call mf.step for the same layers ({})"
 SAME = "step: expected all ranks to have the same layers in one order"
@@ -43,11 +53,13 @@ REMEDY = (
     "or pass group, the ranks that have the same stage"
 )
 
+ROUTER = "router"  # in the place of a layer's recipe
+
 Layers = Sequence[tuple[str, RecipeState]]
 Routers = Sequence[tuple[str, nn.Module]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Agreed:
     """The result of the last handshake of a model.
 
@@ -58,6 +70,8 @@ class Agreed:
             later steps, because the texts of pipeline stages differ.
         group: the ranks that have this rank's layers; None: this one alone.
         is_reduced: whether any ranks reduce anything.
+        round: the number of handshakes of the ranks until then: the agreement's name in the store.
+        steps: those that have ended without a handshake since.
     """
 
     found: list[tuple[Any, ...]]
@@ -65,6 +79,8 @@ class Agreed:
     number: int
     group: dist.ProcessGroup | None
     is_reduced: bool
+    round: int
+    steps: int = 0
 
 
 Groups = weakref.WeakKeyDictionary[dist.ProcessGroup, Any]
@@ -106,8 +122,9 @@ def group_of_step(
     by_group = agreements.setdefault(key, weakref.WeakKeyDictionary())
     agreed: Agreed | None = by_group.get(ranks)
     is_known = agreed is not None and agreed.found == found
-    if agreed is not None and is_known and not agreed.is_reduced:
+    if agreed is not None and not _is_due(agreed, ranks, is_known, _reduces(found)):
         raise_fault(fault)
+        agreed.steps += 1
         return agreed.group
     if agreed is not None and is_known:
         text, number = agreed.text, agreed.number
@@ -124,11 +141,35 @@ def group_of_step(
         number=number,
         fault=fault,
     )
+    before = agreed
     if texts is None and is_known:
-        assert agreed is not None
-        return agreed.group
-    by_group[ranks] = agreed = _agree(ranks, found, text, texts, group is None)
+        assert before is not None
+        agreed = replace(before, round=rounds.get(ranks, 0), steps=0)
+    else:
+        agreed = _agree(ranks, found, text, texts, group is None)
+    if before is not None and not before.is_reduced:
+        remove_call(ranks, before.round)
+    by_group[ranks] = agreed
     return agreed.group
+
+
+def _is_due(agreed: Agreed, ranks: dist.ProcessGroup, is_known: bool, reduces: bool) -> bool:
+    """Tells whether ranks compare their lists in this step.
+
+    Args:
+        agreed: the result of their last handshake.
+        ranks: of mf.step.
+        is_known: whether this rank's list is the one that was compared.
+        reduces: whether it has something to reduce, now.
+    """
+    if agreed.is_reduced or not has_others(ranks):
+        return True
+    at: int | None = None
+    if not is_known:
+        # Before a reduction with the ranks of the group it waits, for those that have changed too.
+        at = agreed.steps if reduces and agreed.group is not None else agreed.steps + 1
+    at = call_to_handshake(ranks, agreed.round, at)
+    return at is not None and at <= agreed.steps
 
 
 # ---- what ranks compare --------------------------------------------------------------------------
@@ -140,7 +181,7 @@ def _described(name: str, layer: RecipeState) -> tuple[Any, ...]:
     kept, sizes = layer.expert_range, None
     if history is not None:
         experts = () if history.dim() == 2 else (kept.experts if kept else history.shape[1],)
-        sizes = (*experts, rule.history_length, rule.algorithm, rule.margin)
+        sizes = (*experts, history.shape[-1] - 1, rule.algorithm, rule.margin)
     shape = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
     return (
         layer.fqn or name,
@@ -154,15 +195,23 @@ def _described(name: str, layer: RecipeState) -> tuple[Any, ...]:
 
 
 def _described_router(name: str, router: Any) -> tuple[Any, ...]:
-    return (name, "router", (router.experts, router.dim), router.balance, router.training, None)
+    settings = tuple(getattr(router, setting) for setting in router.SETTINGS)
+    has_bias = router.expert_bias is not None
+    return (name, ROUTER, router.SETTINGS, (*settings, has_bias), router.training, None)
+
+
+def _reduces(found: Sequence[tuple[Any, ...]]) -> bool:
+    """Tells whether layers, as described, have amaxes or counts to reduce."""
+    return any(layer[3] is not None for layer in found)
 
 
 def _line(found: tuple[Any, ...]) -> str:
     """Returns the words for a layer in an error."""
     name, recipe, shape, sizes, training, *_ = found
     mode = "" if training else ", in evaluation mode"
-    if recipe == "router":
-        return f"{name}: a router of {shape[0]} experts, D = {shape[1]}, balance {sizes!r}{mode}"
+    if recipe == ROUTER:
+        settings = ", ".join(f"{key}={value!r}" for key, value in zip(shape, sizes))
+        return f"{name}: a router of {settings}, {'a' if sizes[-1] else 'no'} bias{mode}"
     matrix = "" if shape[0] is None else f", weight {shape}"
     if sizes is None:
         return f"{name}: {recipe}{matrix}{mode}"
@@ -186,7 +235,7 @@ def _text(
             "stage": _stage_of(model),
             "layers": [[layer[0], _line(layer)] for layer in named],
             "conversions": sorted({layer.conversion for _, layer in layers}),
-            "is_reduced": bool(routers) or any(layer[3] is not None for layer in found),
+            "is_reduced": _reduces(found),
         }
     )
 
@@ -245,8 +294,8 @@ def _agree(
         ValueError: the lists overlap, or are no stages of one model.
     """
     if texts is None:
-        is_reduced = json.loads(text)["is_reduced"]
-        return Agreed(found, text, number_of("step", text), ranks, is_reduced)
+        number, is_reduced = number_of("step", text), json.loads(text)["is_reduced"]
+        return Agreed(found, text, number, ranks, is_reduced, rounds.get(ranks, 0))
     lists = [json.loads(of_rank) for of_rank in texts]
     owners: dict[str, list[int]] = {}  # of the ranks with equal lists
     for rank, of_rank in enumerate(lists):
@@ -258,7 +307,7 @@ def _agree(
     group = _group_among(ranks, sets, own)
     is_reduced = any(lists[members[0]]["is_reduced"] and len(members) > 1 for members in sets)
     number = number_of("step of stages", json.dumps(sorted(owners.items())))
-    return Agreed(found, text, number, group, is_reduced)
+    return Agreed(found, text, number, group, is_reduced, rounds.get(ranks, 0))
 
 
 def _require_stages(i: int, a: Any, j: int, b: Any, may_be_stages: bool) -> None:

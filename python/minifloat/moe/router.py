@@ -100,6 +100,20 @@ class Router(nn.Module):
     Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) for groups and bias.
     """
 
+    # What data-parallel ranks must have alike: mf.step moves the bias of each by the counts of all.
+    SETTINGS = (
+        "experts",
+        "dim",
+        "top_k",
+        "score",
+        "route_norm",
+        "route_scale",
+        "expert_groups",
+        "groups_chosen",
+        "balance",
+        "balance_speed",
+        "balance_loss",
+    )
     weight: Tensor
     expert_bias: Tensor | None
     # int64 (E), tokens of each expert: since the last mf.step, and of all ranks in the step before.

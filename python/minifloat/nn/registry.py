@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
@@ -62,6 +62,8 @@ class DistributedFunctions:
     # (model, layers, routers, group of mf.step, error of this rank or None) -> the ranks that end
     # the step with this one.
     group_of_step: Callable[..., dist.ProcessGroup | None]
+    # (error of arguments, group as it was passed): raises it on all ranks, which would wait here.
+    raise_on_all: Callable[[Exception, object], NoReturn]
     # (kind of exchange, names, group): all ranks of the group are there, and have these names.
     require_same_names: Callable[[str, list[str], dist.ProcessGroup], None]
     # (amaxes, group) -> the largest of all ranks.

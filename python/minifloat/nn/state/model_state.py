@@ -53,8 +53,9 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     adds up. Under FSDP2 ranks exchange the maxima of all sharded weights, as in
     mf.precompute_scales; nothing is cast.
 
-    Ranks compare their layers first: at a model's first step, where a rank's layers have changed,
-    and in each step that reduces anything (docs/distributed.md, "Ranks agree by name").
+    Ranks compare their layers first: at a model's first step, in each step that reduces anything,
+    and in the step after one where a rank's layers have changed (docs/distributed.md, "Ranks agree
+    by name").
 
     Args:
         model: one that mf.quantize_ converted, or that has mf.Linear layers. Several stages of a
@@ -63,7 +64,8 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
             of tokens to their sum; None: all ranks, or in a pipeline those of the same stage.
 
     Raises:
-        TypeError: `model` is no module, or `group` is no process group that has this rank.
+        TypeError: `model` is no module, or `group` is no process group that has this rank. Where
+            there are other ranks it is a ValueError.
         ValueError: two parts of the model draw the same random bits (mf.quantize_'s seed), or
             nobody read mf.balance_loss after a forward of layers with balance="loss"; a rank is
             missing, or the layers of ranks differ. Every rank that calls raises it. Nothing has
@@ -79,12 +81,15 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         >>> mf.training_state(model)["amax_history"][0, :3]  # of x: active, current, last step
         tensor([3., 0., 3.])
     """
-    require_module("step", model)
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            "step: group: expected a process group that this rank is in, or None, "
-            f"got {group!r} ({type(group).__name__})"
-        )
+    try:
+        require_module("step", model)
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                "step: group: expected a process group that this rank is in, or None, "
+                f"got {group!r} ({type(group).__name__})"
+            )
+    except TypeError as error:
+        distributed_functions.raise_on_all(error, group)
     name_layers(model)
     fault = shared_streams(model) or expert_functions.unread_losses(model)
     layers, routers = converted(model), expert_functions.routers(model)
