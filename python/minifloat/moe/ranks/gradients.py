@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ...checks import require_module
-from ...distributed.handshake import require_same
+from ...distributed.handshake import raise_fault, raise_on_all, require_same
 from ...nn.grouped_product import local_of
 from ...nn.registry import is_distributed
 from ..layer import Experts, divided_experts
@@ -46,10 +46,12 @@ def average_expert_gradients(
             counts as zeros. None: no other rank holds them, or FSDP2 has averaged over those ranks.
 
     Raises:
-        TypeError: `model` is no module, or `mesh` is neither of the two.
-        ValueError: the ranks of `mesh` hold different experts, one is missing, or FSDP2 has sharded
-            the experts and averages their gradients itself; on every rank of `mesh`. Nothing has
-            been changed then.
+        TypeError: `model` is no module, or `mesh` is neither of the two. Where other ranks hold the
+            same experts it is a ValueError.
+        ValueError: the ranks of `mesh` hold different experts, or gradients of different shapes or
+            dtypes; one is missing, or has a gradient that is sparse or expanded; or FSDP2 has
+            sharded the experts and averages their gradients itself; on every rank of `mesh`.
+            Nothing has been changed then.
 
     Source: docs/moe.md, "Expert parallelism".
 
@@ -61,21 +63,60 @@ def average_expert_gradients(
         >>> mf.average_expert_gradients(moe)  # each gradient divided by the number of ranks, 1
         >>> mf.destroy_process_group()
     """
-    layers = divided_experts(require_module("average_expert_gradients", model))
-    group = None if mesh is None else group_of("average_expert_gradients: mesh", mesh)
-    if group is not None:
+    group = None
+    try:
+        group = None if mesh is None else group_of("average_expert_gradients: mesh", mesh)
+        layers = divided_experts(require_module("average_expert_gradients", model))
+    except (TypeError, ValueError) as error:
+        if mesh is None:
+            raise
+        raise_on_all(error, mesh if group is None else group)
+    if group is None:
+        raise_fault(why_not_averaged(layers))
+    else:
         require_same_experts(layers, group)
     for experts, parallel in layers.items():
         for parameter in (p for p in experts.parameters() if p.requires_grad):
             if group is not None and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+                parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
             if parameter.grad is None:
                 continue
             gradient, ranks = local_of(parameter.grad), parallel.ranks
             if group is not None:
-                dist.all_reduce(gradient, group=group)
+                # An all-reduce adds up by memory order, which may differ between ranks.
+                total = gradient.contiguous()
+                dist.all_reduce(total, group=group)
+                if total is not gradient:
+                    gradient.copy_(total)
                 ranks *= dist.get_world_size(group)
             gradient.div_(ranks)
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Returns the dtype of a parameter's gradient, or that which a missing one would have."""
+    if parameter.grad is not None:
+        return parameter.grad.dtype
+    return parameter.grad_dtype or parameter.dtype
+
+
+def why_not_averaged(layers: Mapping[Experts, ExpertParallel]) -> str | None:
+    """Returns the error where a gradient has no memory of its own for each element; else None."""
+    for experts, parallel in layers.items():
+        for name, parameter in experts.named_parameters():
+            if not parameter.requires_grad or parameter.grad is None:
+                continue
+            gradient = local_of(parameter.grad)
+            is_dense = gradient.layout == torch.strided
+            if is_dense and not any(
+                size > 1 and step == 0 for size, step in zip(gradient.shape, gradient.stride())
+            ):
+                continue
+            got = f"strides {gradient.stride()}" if is_dense else f"{gradient.layout}"
+            return (
+                f"average_expert_gradients: {parallel.name}.{name}: expected a dense gradient with "
+                f"memory of its own for each element, got {got}"
+            )
+    return None
 
 
 def averaged_before(layers: Mapping[Experts, ExpertParallel]) -> str | None:
@@ -95,7 +136,7 @@ def averaged_before(layers: Mapping[Experts, ExpertParallel]) -> str | None:
 def require_same_experts(
     layers: Mapping[Experts, ExpertParallel], group: dist.ProcessGroup
 ) -> None:
-    """Compares the experts that the ranks of a group hold.
+    """Compares the experts that the ranks of a group hold, and the kinds of their gradients.
 
     They do in each call: a rank cannot know whether the experts of another have changed.
 
@@ -106,15 +147,19 @@ def require_same_experts(
     parts = []
     for experts, parallel in layers.items():
         first, last = parallel.first_expert, parallel.first_expert + parallel.local - 1
-        trained = [n for n, p in experts.named_parameters() if p.requires_grad]
-        shapes = [f"{n} {tuple(local_of(experts.get_parameter(n)).shape)}" for n in trained]
-        parts.append(f"{parallel.name}: experts {first} to {last}, {', '.join(shapes)}")
+        trained = [(n, p) for n, p in experts.named_parameters() if p.requires_grad]
+        gradients = [
+            f"{name} {tuple(local_of(p if p.grad is None else p.grad).shape)} {gradient_dtype(p)}"
+            for name, p in trained
+        ]
+        parts.append(f"{parallel.name}: experts {first} to {last}, {', '.join(gradients)}")
     require_same(
         "mf.average_expert_gradients of",
         "; ".join(parts) or "none",
         group,
         expected="average_expert_gradients: expected all {} ranks of mesh to call it, for {}",
         absent="they have not called it",
-        differs="average_expert_gradients: mesh: expected ranks that hold the same experts",
-        fault=averaged_before(layers),
+        differs="average_expert_gradients: mesh: expected ranks that hold the same experts, and "
+        "gradients of one shape and dtype",
+        fault=averaged_before(layers) or why_not_averaged(layers),
     )
