@@ -32,7 +32,8 @@ void check_blocks(const char* function, const PartialCast& cast, Memory& memory)
       ", ", cast.shard.end, ") of ", cast.rows, " x ", cast.cols);
 }
 
-void check_cast(const char* function, const PartialCast& cast, Memory& memory) {
+// Checks all that a cast reads besides amaxes.
+void check_shard(const char* function, const PartialCast& cast, Memory& memory) {
   const Spec& spec = cast.spec;
   check_spec(function, spec);
   check_dtype(function, cast.dtype);
@@ -48,13 +49,17 @@ void check_cast(const char* function, const PartialCast& cast, Memory& memory) {
       " elements of the weight, got [", cast.shard.begin, ", ", cast.shard.end, ")");
   MINIFLOAT_CHECK(cast.shard.empty() || cast.master, function,
                   ": expected the values of a shard of ", cast.shard.size(), ", got null");
-  MINIFLOAT_CHECK(cast.amaxes || cast.rows * cast.cols == 0, function,
-                  ": expected memory for amaxes, got null");
   memory.reads("the master", cast.master, cast.shard.size() * size_of(cast.dtype),
                size_of(cast.dtype));
+}
+
+void check_cast(const char* function, const PartialCast& cast, Memory& memory) {
+  check_shard(function, cast, memory);
+  MINIFLOAT_CHECK(cast.amaxes || cast.rows * cast.cols == 0, function,
+                  ": expected memory for amaxes, got null");
   if (cast.rows * cast.cols > 0)
     memory.writes("amaxes", cast.amaxes,
-                  amax_grid(spec, cast.columnwise, cast.rows, cast.cols).count() * 4, 4);
+                  amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols).count() * 4, 4);
 }
 
 void choose_on([[maybe_unused]] Device device, std::span<const PartialCast> casts,
@@ -112,6 +117,15 @@ AmaxGrid amax_grid(const Spec& spec, bool columnwise, std::int64_t rows, std::in
   grid.cols = ceil_div(cols, grid.width);
   grid.has_tensor_amax = spec.rule == ScaleRule::kNvfp4;
   return grid;
+}
+
+void check_partial_casts(std::span<const PartialCast> casts) {
+  Memory memory("partial_cast");
+  for (const PartialCast& cast : casts) {
+    check_shard("partial_cast", cast, memory);
+    check_outputs(cast, memory);
+  }
+  memory.require_apart();
 }
 
 void partial_amax(std::span<const PartialCast> casts, Device device, const Execution& execution) {

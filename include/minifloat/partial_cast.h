@@ -65,6 +65,9 @@ struct PartialCast {
   float* amax = nullptr;
 };
 
+// Throws what the functions below would throw of all but `amaxes` and `following`, before any runs.
+void check_partial_casts(std::span<const PartialCast> casts);
+
 // Raises `amaxes`, zero before and separate for each cast, to those of the shard's values. Here and
 // in partial_cast, two consecutive casts of one weight's two directions, with the same master and
 // shard, take one read of the master.

@@ -76,7 +76,7 @@ struct Partial : Named<kName> {
   void run() const {
     if (kPart == Part::kAmax) partial_amax(casts, device);
     if (kPart == Part::kChoose) choose_scales(casts, device);
-    if (kPart == Part::kCast) partial_cast(casts, device);
+    if (kPart == Part::kCast) check_partial_casts(casts), partial_cast(casts, device);
   }
 };
 struct TransposeMany : Named<"transpose_many"> {

@@ -48,7 +48,10 @@ def whole_cast(master, specs, dtype=torch.bfloat16):
 
 
 def require_refused(shape: tuple[int, ...], change: dict[str, Any], message: str) -> None:
-    """Changes arguments of a legal call for an NVFP4 weight: an error, and nothing is written."""
+    """Changes arguments of a legal call for an NVFP4 weight: an error, and nothing is written.
+
+    change: by name; a function is called with the weight.
+    """
     weight = empty_weight(shape, ("nvfp4/16x16", None))
     before = weight.rowwise.codes.clone()
     arguments = {
@@ -56,7 +59,8 @@ def require_refused(shape: tuple[int, ...], change: dict[str, Any], message: str
         "master_weights": [torch.zeros(weight.numel())],
         "start_offsets": [0],
         "group": None,
-    } | change
+    }
+    arguments |= {name: v(weight) if callable(v) else v for name, v in change.items()}
     with pytest.raises((ValueError, TypeError), match=message):
         mf.quantize_master_weights(**arguments)
     assert torch.equal(weight.rowwise.codes, before)

@@ -31,7 +31,10 @@ TORCH_LIBRARY_FRAGMENT(minifloat, m) {
   m.class_<MasterCasts>("MasterCasts")
       .def(torch::init<const ShardCasts&, const Numbers&, const Texts&, const Tensors&,
                        const Tensors&, const Tensors&>())
-      .def("check", &MasterCasts::check);
+      .def("check", [](const c10::intrusive_ptr<MasterCasts>& self, const Tensors& masters,
+                       const Numbers& starts, const Tensors& fragments) {
+        return MasterCasts::check(self, masters, starts, fragments);
+      });
   m.class_<MatrixTransposes>("MatrixTransposes")
       .def(torch::init<const Tensors&, const Tensors&, const Numbers&>())
       .def("run", &MatrixTransposes::run);

@@ -91,8 +91,8 @@ MasterCasts::MasterCasts(const ShardCasts& casts, const Numbers& owners, const T
   }
 }
 
-c10::intrusive_ptr<ReadyCasts> MasterCasts::check(const Tensors& masters, const Numbers& starts,
-                                                  const Tensors& fragments) const {
+std::vector<PartialCast> MasterCasts::list_casts(const Tensors& masters, const Numbers& starts,
+                                                 const Tensors& fragments) const {
   const bool has_fragments = !fragments.empty();
   if (has_fragments) check_sizes("fragments", fragments.size(), directions_.size());
   check_sizes("start offsets", starts.size(), masters.size());
@@ -131,17 +131,23 @@ c10::intrusive_ptr<ReadyCasts> MasterCasts::check(const Tensors& masters, const 
                     {codes, has_fragments, direction.scales[e], direction.amaxes[e]}, like_);
     }
   }
+  return casts;
+}
+
+c10::intrusive_ptr<ReadyCasts> MasterCasts::check(const c10::intrusive_ptr<MasterCasts>& self,
+                                                  const Tensors& masters, const Numbers& starts,
+                                                  const Tensors& fragments) {
+  std::vector<PartialCast> casts = self->list_casts(masters, starts, fragments);
+  // Before ranks meet: what fails after that fails on this rank alone.
+  bridge::with_value_errors([&] { check_partial_casts(casts); });
   Tensors memory = masters;
-  for (const MasterDirection& direction : directions_)
-    for (const Tensors* of : {&direction.codes, &direction.scales, &direction.amaxes})
-      memory.insert(memory.end(), of->begin(), of->end());
   memory.insert(memory.end(), fragments.begin(), fragments.end());
-  return c10::make_intrusive<ReadyCasts>(std::move(casts), names_, like_, std::move(memory));
+  return c10::make_intrusive<ReadyCasts>(std::move(casts), self, std::move(memory));
 }
 
 void ReadyCasts::run(const std::string& group, const c10::intrusive_ptr<Agreement>& agreement) {
   std::vector<PartialCast> casts = std::exchange(casts_, {});
-  quantize_masters(casts, names_, group, *agreement, like_);
+  quantize_masters(casts, owner_->names(), group, *agreement, owner_->like());
 }
 
 // ---- MatrixTransposes ---------------------------------------------------------------------------

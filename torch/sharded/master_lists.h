@@ -25,25 +25,7 @@ struct MasterDirection {
   Tensors codes, scales, amaxes;       // of each matrix
 };
 
-// Casts of one step, which have been checked and nothing has run: ranks may meet before they run.
-class ReadyCasts : public torch::CustomClassHolder {
- public:
-  // memory: what the casts read and write
-  ReadyCasts(std::vector<PartialCast> casts, const Texts& names, at::Tensor like, Tensors memory)
-      : casts_(std::move(casts)),
-        names_(names),
-        like_(std::move(like)),
-        memory_(std::move(memory)) {}
-  // Casts; the second call casts nothing. agreement: of the ranks of the group, which hold the
-  // masters
-  void run(const std::string& group, const c10::intrusive_ptr<Agreement>& agreement);
-
- private:
-  std::vector<PartialCast> casts_;
-  Texts names_;      // of each
-  at::Tensor like_;  // on the device of the weights; undefined without casts
-  Tensors memory_;
-};
+class ReadyCasts;
 
 // The directions of weights that a step casts from masters. A weight of experts (E, rows, cols) is
 // cast as E matrices; its flat codes and shards are those of all its rows in order, so that a shard
@@ -55,15 +37,37 @@ class MasterCasts : public torch::CustomClassHolder {
   MasterCasts(const ShardCasts& casts, const Numbers& owners, const Texts& names,
               const Tensors& codes, const Tensors& scales, const Tensors& amaxes);
 
-  // Checks shards of masters, and lists their casts to codes. masters, starts: of each weight;
-  // fragments: of each direction; none where codes are written to the flat codes
-  c10::intrusive_ptr<ReadyCasts> check(const Tensors& masters, const Numbers& starts,
-                                       const Tensors& fragments) const;
+  // Checks shards of masters, and lists their casts to codes, which keep `self`. masters, starts:
+  // of each weight; fragments: of each direction; none where codes are written to the flat codes
+  static c10::intrusive_ptr<ReadyCasts> check(const c10::intrusive_ptr<MasterCasts>& self,
+                                              const Tensors& masters, const Numbers& starts,
+                                              const Tensors& fragments);
+  const Texts& names() const { return names_; }
+  const at::Tensor& like() const { return like_; }
 
  private:
+  std::vector<PartialCast> list_casts(const Tensors& masters, const Numbers& starts,
+                                      const Tensors& fragments) const;
+
   std::vector<MasterDirection> directions_;
   Texts names_;      // of each matrix of each direction
   at::Tensor like_;  // on the device of the weights; undefined without directions
+};
+
+// Casts of one step, which have been checked and nothing has run: ranks may meet before they run.
+class ReadyCasts : public torch::CustomClassHolder {
+ public:
+  // owner: of the weights' memory; memory: what else the casts read and write
+  ReadyCasts(std::vector<PartialCast> casts, c10::intrusive_ptr<MasterCasts> owner, Tensors memory)
+      : casts_(std::move(casts)), owner_(std::move(owner)), memory_(std::move(memory)) {}
+  // Casts; the second call casts nothing. agreement: of the ranks of the group, which hold the
+  // masters
+  void run(const std::string& group, const c10::intrusive_ptr<Agreement>& agreement);
+
+ private:
+  std::vector<PartialCast> casts_;
+  c10::intrusive_ptr<MasterCasts> owner_;
+  Tensors memory_;
 };
 
 // Matrices that are transposed after a gather.

@@ -10,7 +10,8 @@ of the weights (flat_codes.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
@@ -18,10 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...checks import require_int, require_text
 from ...spec import Spec
 from ...tensor.quantized import require_tensor
 from ...tensor.quantized_tensor import QuantizedTensor
-from ..handshake import meet
+from ..handshake import meet, raise_on_all
 from .flat_codes import Uncopied, WeightPlan, plan_of
 
 Run = Callable[..., None]
@@ -69,68 +71,117 @@ class Agreement:
         # (name of a group, title of a list) -> this rank's shards, which were compared
         self.shards: dict[tuple[str, str], Shards] = {}
 
-    def meet(self, title: str, shards: Shards, name: str) -> None:
+    def meet(self, title: str, shards: Shards, ranks: dist.ProcessGroup | None) -> None:
         """Waits for all ranks; forgets what was agreed where one has another list, or new shards.
 
         Args:
             title: of the list.
             shards: this rank's.
-            name: of the group; "": this process alone.
+            ranks: the group; None: this process alone.
 
         Raises:
             ValueError: a rank is missing, or its arguments do not fit.
         """
-        if not name:
+        if ranks is None:
             return
-        compared = self.shards.get((name, title))
+        compared = self.shards.get((ranks.group_name, title))
         are_new = compared is not None and compared != shards
         known = "new" if compared is None else "new shards" if are_new else "compared before"
-        if _meet(f"{title}; {known}", name) is not None or are_new:
+        texts = meet(
+            "mf.quantize_master_weights of",
+            f"{title}; {known}",
+            ranks,
+            expected=ALL_CAST,
+            absent="they have not called it",
+        )
+        if texts is not None or are_new:
             self._renew()
 
 
-def _meet(text: str, name: str, fault: str | None = None) -> list[str] | None:
-    """Waits for the ranks of the group `name`; returns their texts, None where all are equal."""
-    return meet(
-        "mf.quantize_master_weights of",
-        text,
-        _ranks(name),
-        expected=ALL_CAST,
-        absent="they have not called it",
-        fault=fault,
+@contextmanager
+def _errors_on_all(group: object) -> Iterator[dist.ProcessGroup | None]:
+    """Yields the ranks of a group, which all raise what is raised within; None: one process."""
+    ranks: dist.ProcessGroup | None = None
+    try:
+        ranks = _ranks_of(group)
+        yield ranks
+    except Exception as error:
+        raise_on_all(error, group if ranks is None else ranks)
+
+
+def _ranks_of(group: object) -> dist.ProcessGroup | None:
+    """Returns a group, or that of a name; the default one of None, where there is one."""
+    if group is None:
+        return dist.group.WORLD if dist.is_initialized() else None
+    if isinstance(group, dist.ProcessGroup):
+        return group
+    try:
+        if isinstance(group, str):
+            return dist.distributed_c10d._resolve_process_group(cast(Any, group))
+    except RuntimeError:
+        pass
+    raise TypeError(
+        "quantize_master_weights: group: expected a process group that this rank is in, its name "
+        f"or None, got {group!r} ({type(group).__name__})"
     )
-
-
-def _ranks(name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(cast(Any, name))
 
 
 # ---- the cast ------------------------------------------------------------------------------------
 
 
-def _group_name(group: dist.ProcessGroup | str | None) -> str:
-    """Returns the group's name in torch.distributed; "" for one process alone."""
-    if group is None:
-        group = dist.group.WORLD if dist.is_initialized() else ""
-    if isinstance(group, (str, dist.ProcessGroup)):
-        return group if isinstance(group, str) else group.group_name
-    raise TypeError(
-        f"group: expected a process group, its name or None, got {type(group).__name__}"
-    )
+def _list_of(name: str, values: object) -> list[Any]:
+    """Returns the values of an argument; TypeError where it is no list."""
+    if isinstance(values, str | Tensor) or not isinstance(values, Iterable):
+        raise TypeError(
+            f"quantize_master_weights: {name}: expected a list, got {type(values).__name__}"
+        )
+    return list(values)
 
 
-def _fragments(plan: WeightPlan, fragments: Fragments, is_empty: bool) -> Sequence[Tensor]:
+def _require_count(name: str, values: list[Any], weights: list[Any]) -> None:
+    """Raises ValueError where there is not one value for each weight."""
+    if len(values) != len(weights):
+        raise ValueError(
+            f"quantize_master_weights: expected {name} for each of {len(weights)} weights, got "
+            f"{len(values)}"
+        )
+
+
+def _labels(names: object, weights: list[QuantizedTensor]) -> list[str]:
+    """Returns the weights' names, or their indices.
+
+    Raises:
+        TypeError, ValueError: the names are not one text a weight, or a weight is listed twice.
+    """
+    labels = [str(i) for i in range(len(weights))]
+    if names is not None:
+        given = _list_of("names", names)
+        _require_count("a name", given, weights)
+        labels = [require_text("quantize_master_weights: names", name) for name in given]
+    first: dict[int, str] = {}
+    for label, weight in zip(labels, weights):
+        if id(weight) in first:
+            raise ValueError(
+                f"quantize_master_weights: expected each weight once, got weight "
+                f"{first[id(weight)]} again as {label}"
+            )
+        first[id(weight)] = label
+    return labels
+
+
+def _fragments(i: int, plan: WeightPlan, fragments: Fragments, is_empty: bool) -> Sequence[Tensor]:
     """Returns the memory of each part's codes; empty memory for an empty shard without any."""
     if fragments is None and is_empty:
-        fragments = tuple(part.codes.new_empty(0) for part in plan.parts)
-    if isinstance(fragments, Tensor):
-        fragments = (fragments,)
-    if fragments is None or len(fragments) != len(plan.parts):
+        return tuple(part.codes.new_empty(0) for part in plan.parts)
+    name, listed = f"fragments of weight {i}", list[Any]()
+    if fragments is not None:
+        listed = [fragments] if isinstance(fragments, Tensor) else _list_of(name, fragments)
+    if len(listed) != len(plan.parts):
         raise ValueError(
             f"quantize_master_weights: expected {len(plan.parts)} fragments for a shard in "
-            f"{[p.spec for p in plan.parts]}, got {'none' if fragments is None else len(fragments)}"
+            f"{[p.spec for p in plan.parts]}, got {len(listed) or 'none'}"
         )
-    return fragments
+    return [require_tensor(f"quantize_master_weights: {name}", each) for each in listed]
 
 
 def quantize_master_weights(
@@ -167,9 +218,10 @@ def quantize_master_weights(
         names: the weights' names, for error messages; None: their indices.
 
     Raises:
-        TypeError: a weight is no QuantizedTensor, or the group no process group.
-        ValueError: arguments do not fit, on one rank or more, ranks differ, or one is missing; on
-            every rank. Nothing is written then.
+        TypeError: an argument is of another type. Where there are other ranks it is a ValueError.
+        ValueError: arguments do not fit, a weight is listed twice, or memory that is written is no
+            weight's alone, on one rank or more; ranks differ, or one is missing; on every rank.
+            Nothing is written then.
 
     Example:
         >>> import torch.distributed as dist
@@ -180,67 +232,59 @@ def quantize_master_weights(
         tensor([1., 1., 1., 1.])
         >>> mf.destroy_process_group()
     """
-    name = _group_name(group)
-    try:
-        plans = [plan_of(weight) for weight in model_weights]
-        labels = [str(i) for i in range(len(plans))] if names is None else list(names)
-        title = _cached(
-            "title", model_weights, (plans, labels), lambda: _title(model_weights, labels)
-        )
-        masters = _masters(model_weights, plans, master_weights, start_offsets)
-        starts = [start or 0 for start in start_offsets]
+    with _errors_on_all(group) as ranks:
+        weights = _list_of("model_weights", model_weights)
+        plans = [plan_of(weight) for weight in weights]
+        labels = _labels(names, weights)
+        title = _cached("title", weights, (plans, labels), lambda: _title(weights, labels))
+        masters = _masters(plans, master_weights)
+        starts = _starts(plans, start_offsets)
         codes = _codes(plans, masters, fsdp_shard_model_weights)
         if not manual_post_all_gather_processing:
-            _require_no_transposes(model_weights, plans)
+            _require_no_transposes(weights, plans)
         casts = _cached(
-            "master_casts", model_weights, (plans, labels), lambda: _native_casts(plans, labels)
+            "master_casts", weights, (plans, labels), lambda: _native_casts(plans, labels)
         )
         ready = casts.check(masters, starts, codes)
-    except (TypeError, ValueError) as error:
-        if name and dist.get_world_size(_ranks(name)) > 1:  # which would wait for this one
-            _meet("", name, f"{error}")
-        raise
     # Ranks compare their lists once, also where a rank makes new plans of the same weights later.
-    agreement = _cached("agreement", model_weights, (), Agreement)
+    agreement = _cached("agreement", weights, (), Agreement)
     shards = [(start, master.numel()) for start, master in zip(starts, masters)]
-    agreement.meet(title, shards, name)
+    agreement.meet(title, shards, ranks)
+    name = "" if ranks is None else ranks.group_name
     ready.run(name, agreement.native)
     agreement.shards[name, title] = shards
 
 
-def _masters(
-    weights: Sequence[QuantizedTensor],
-    plans: Sequence[WeightPlan],
-    master_weights: Sequence[Tensor | None],
-    start_offsets: Sequence[int | None],
-) -> list[Tensor]:
+def _masters(plans: list[WeightPlan], master_weights: object) -> list[Tensor]:
     """Returns the shards of masters, an empty one for None."""
-    if len(master_weights) != len(weights) or len(start_offsets) != len(weights):
-        raise ValueError(
-            "quantize_master_weights: expected a master and a start offset for each of "
-            f"{len(weights)} weights, got {len(master_weights)} and {len(start_offsets)}"
-        )
+    listed = _list_of("master_weights", master_weights)
+    _require_count("a master", listed, plans)
     masters = []
-    for i, (plan, master) in enumerate(zip(plans, master_weights)):
+    for i, (plan, master) in enumerate(zip(plans, listed)):
         if master is None:
             master = plan.flat_codes[0].new_empty(0, dtype=torch.float32)
         masters.append(require_tensor(f"quantize_master_weights: master {i}", master))
     return masters
 
 
-def _codes(
-    plans: Sequence[WeightPlan], masters: Sequence[Tensor], fragments: Sequence[Fragments] | None
-) -> list[Tensor]:
+def _starts(plans: list[WeightPlan], start_offsets: object) -> list[int]:
+    """Returns the first element of each shard, 0 for None."""
+    listed = _list_of("start_offsets", start_offsets)
+    _require_count("a start offset", listed, plans)
+    return [
+        0 if start is None else require_int(f"quantize_master_weights: start offset {i}", start)
+        for i, start in enumerate(listed)
+    ]
+
+
+def _codes(plans: list[WeightPlan], masters: list[Tensor], fragments: object) -> list[Tensor]:
     """Returns the fragments of all weights; none where codes are written into the weights."""
     if fragments is None:
         return []
-    if len(fragments) != len(plans):
-        raise ValueError(
-            f"quantize_master_weights: expected fragments for each of {len(plans)} weights, got "
-            f"{len(fragments)}"
-        )
-    triples = zip(plans, masters, fragments)
-    return [part for plan, m, of in triples for part in _fragments(plan, of, m.numel() == 0)]
+    listed = _list_of("fsdp_shard_model_weights", fragments)
+    _require_count("fragments", listed, plans)
+    each = enumerate(zip(plans, masters, listed))
+    return [part for i, (plan, m, of) in each for part in _fragments(i, plan, of, m.numel() == 0)]
 
 
 def _require_no_transposes(weights: Sequence[QuantizedTensor], plans: Sequence[WeightPlan]) -> None:
@@ -304,15 +348,17 @@ def cast_master_weights_to_nvfp4(
         tensor([1., 1., 1., 1.])
         >>> mf.destroy_process_group()
     """
-    for i, weight in enumerate(model_weights):
-        for spec in weight.specs if isinstance(weight, QuantizedTensor) else ():
-            if spec is not None and Spec.parse(spec).rule != "nvfp4":
-                raise ValueError(
-                    f"cast_master_weights_to_nvfp4: expected nvfp4 in every direction, got {spec} "
-                    f"in weight {i if names is None else names[i]}"
-                )
+    with _errors_on_all(group):
+        weights = _list_of("model_weights", model_weights)
+        for label, weight in zip(_labels(names, weights), weights):
+            for spec in weight.specs if isinstance(weight, QuantizedTensor) else ():
+                if spec is not None and Spec.parse(spec).rule != "nvfp4":
+                    raise ValueError(
+                        "cast_master_weights_to_nvfp4: expected nvfp4 in every direction, got "
+                        f"{spec} in weight {label}"
+                    )
     quantize_master_weights(
-        model_weights,
+        weights,
         master_weights,
         start_offsets,
         group,
