@@ -81,12 +81,16 @@ def check_any_bytes(device="cpu"):
 
 def check_codes(device="cpu"):
     """Compares with one cast on the CPU, where rows follow each other: rows of x that lie apart,
-    and begin between vectors; lengths around 16384 columns, the most of a block of threads."""
-    lengths = [16, 48, 128, 144, 300, 8192 + 16, 16384 - 16, 16384 + 128]
+    and begin between vectors; lengths around 16384 columns, the most of a block of threads. What
+    messages have besides codes and scales is zero.
+    """
+    lengths = [3, 16, 33, 48, 128, 144, 300, 8192 + 16, 16384 - 16, 16384 + 128]
     for spec, cols, dtype, begin in itertools.product(SPECS, lengths, FLOATS, (0, 1, 16)):
         x = torch.randn(RANKS, cols + 32).to(dtype)[:, begin : begin + cols]
         rng = torch.tensor([3, 4])
         on_device = {"rng": rng.to(device), "stream": STREAM}
+        size = RANKS, ops.message_bytes(spec, cols)
+        torch.full(size, 0xA5, dtype=torch.uint8, device=device)  # what the memory has before
         sent = ops.quantize_messages(x.to(device), spec, **on_device).cpu()
         codes, scale, *_ = ops.quantize(x.contiguous(), spec, "", rng=rng, stream_row=STREAM)
         scales = scale.contiguous().view(torch.uint8)
@@ -95,6 +99,8 @@ def check_codes(device="cpu"):
         require_same(sent[:, : codes.shape[1]].contiguous(), codes, f"codes of {what}")
         sent_scales = sent[:, at : at + scales.shape[1]].contiguous()
         require_same(sent_scales, scales, f"scales of {what}")
+        padding = sent[:, codes.shape[1] : at], sent[:, at + scales.shape[1] :]
+        assert not any(part.any() for part in padding), f"padding of {what}"
 
 
 def check_bf16(device="cpu"):

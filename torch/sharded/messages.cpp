@@ -5,6 +5,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include "minifloat/core/shard.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 
@@ -21,6 +22,17 @@ std::int64_t message_bytes(const std::string& spec, std::int64_t cols) {
   bridge::check_size("message_bytes", "cols", cols);
   return bridge::with_value_errors(
       [&] { return message_layout(bridge::parse_spec(spec), cols).bytes; });
+}
+
+// Writes zeros between the codes and the scales of all messages, and behind the scales: ranks send
+// whole messages.
+void clear_padding(const Tensor& messages, const Spec& spec, std::int64_t cols) {
+  if (spec.is_bf16() || messages.numel() == 0) return;
+  const MessageLayout layout = message_layout(spec, cols);
+  const std::int64_t codes = spec.code_cols(cols);
+  const std::int64_t end = layout.scale_begin + spec.scale_cols(cols) * spec.scale_bytes();
+  for (const Span padding : {Span{codes, layout.scale_begin}, Span{end, layout.bytes}})
+    if (!padding.empty()) messages.narrow(1, padding.begin, padding.size()).zero_();
 }
 
 void check_rows(const Tensor& x, const std::string& text, const std::optional<Tensor>& rng) {
@@ -60,6 +72,7 @@ Tensor quantize_messages_kernel(const Tensor& x, const std::string& spec,
     quantize_messages(in, bridge::parse_spec(spec), random,
                       messages.mutable_data_ptr<std::uint8_t>(), bridge::ExecutionOn(x));
   });
+  clear_padding(messages, bridge::parse_spec(spec), x.size(1));
   return messages;
 }
 
