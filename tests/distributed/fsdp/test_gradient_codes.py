@@ -4,8 +4,6 @@ The oracle has one process: it casts what each rank gave to its reduce-scatter b
 as a matrix with a row a destination, and adds up the values of all ranks in their order.
 """
 
-from contextlib import nullcontext
-
 import minifloat as mf
 import pytest
 import torch
@@ -320,7 +318,7 @@ def check_refusals(rank):
     for unsharded in (Model(), nn.parallel.DistributedDataParallel(Model())):
         with pytest.raises(ValueError, match="got Model without a sharded module"):
             mf.quantize_gradients_(unsharded)
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module"):
+    with pytest.raises(ValueError, match=r"expected a torch\.nn\.Module, got str$"):
         mf.quantize_gradients_("model")
     half = sharded(Model(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
     with pytest.raises(ValueError, match=r"got torch\.float16 in 'the model'"):
@@ -345,29 +343,38 @@ def check_refusals(rank):
     fully_shard(later)
     with pytest.raises(ValueError, match="got 'the model' sharded later"):
         later(batch(0)).sum().backward()
-    later = Model()  # on one rank alone, whose error both raise
-    for block in later.blocks:
-        fully_shard(block)
-    if rank:
-        mf.quantize_gradients_(later)
-    fully_shard(later)
-    if not rank:
-        mf.quantize_gradients_(later)
-    with pytest.raises(ValueError, match=r"got 'the model' sharded later.* \(ranks \[1\]\)"):
-        later(batch(0)).sum().backward()
 
 
-def check_other_specs(rank):
-    model = sharded(Model())
-    mf.quantize_gradients_(model, "mxfp8" if rank else "e4m3/1x128")
-    with pytest.raises(ValueError, match=r"rank 0 has the gradients of .* as e4m3/1x128; rank 1"):
-        model(batch(0)).sum().backward()
-    for spec in ("e4m3/1x128", "e4m3/1x128+sr"):  # a seed matters where it is drawn from
+def check_arguments_of_one(rank):
+    """What rank 1 alone passes is an error on both, at once, and changes nothing."""
+    for wrong, match in (
+        ({"model": None}, r"expected a torch\.nn\.Module, got NoneType \(ranks"),
+        ({"model": Model()}, r"got Model without a sharded module; .* \(ranks"),
+        ({"spec": "nvfp4"}, r"messages: expected .* got nvfp4 \(ranks"),
+        ({"spec": 3}, r"got int \(ranks"),
+        ({"seed": "x"}, r"seed: expected an int, got 'x' \(str\) \(ranks"),
+        ({"seed": 2**70}, r"seed: expected an int from .* \(ranks"),
+        ({"spec": "mxfp8"}, r"alike, but rank 0 .* as e4m3/1x128\+sr from seed 0; rank 1 .* as mxfp8$"),
+        ({"seed": 1}, r"alike, but rank 0 .* as e4m3/1x128\+sr from seed 0; rank 1 .* from seed 1"),
+    ):
         model = sharded(Model())
-        mf.quantize_gradients_(model, spec, seed=rank)
-        expected = "rank 0 has the gradients of .* from seed 0; rank 1 .* from seed 1"
-        with pytest.raises(ValueError, match=expected) if "sr" in spec else nullcontext():
-            model(batch(0)).sum().backward()
+        right = {"model": model, "spec": "e4m3/1x128+sr", "seed": 0}
+        with pytest.raises(ValueError, match=match):
+            mf.quantize_gradients_(**right | (wrong if rank else {}))
+        for _, _, group in sharded_modules(model):
+            assert not isinstance(group._reduce_scatter_comm, ReduceScatterOfCodes)
+        mf.quantize_gradients_(**right)
+        model(batch(0)).sum().backward()
+    model = sharded(Model())  # a seed matters where it is drawn from
+    mf.quantize_gradients_(model, "e4m3/1x128", seed=rank)
+    later = Model()
+    for block in later.blocks[rank:]:
+        fully_shard(block)
+    with pytest.raises(
+        ValueError,
+        match=r"rank 0 has .*'blocks.0', 'blocks.1' as .*; rank 1 has .* of 'blocks.1' as",
+    ):
+        mf.quantize_gradients_(later)
 
 
 def check_parallel(rank):
@@ -386,7 +393,7 @@ def test_refusals():
 
 
 def test_ranks_that_send_otherwise():
-    run_world(2, check_other_specs)
+    run_world(2, check_arguments_of_one)
 
 
 def send_on_one_rank(rank):
@@ -396,9 +403,18 @@ def send_on_one_rank(rank):
     model(batch(0)).sum().backward()
 
 
-def test_a_rank_that_does_not_send():
-    first, _ = last_words(2, send_on_one_rank, seconds=8)
-    assert "expected all 2 ranks to send the gradients of 'blocks.1' as e4m3/1x128+sr" in first
+def send_twice_on_one_rank(rank):
+    model = sharded(Model())
+    for calls in (1, 2 - rank):
+        for _ in range(calls):
+            mf.quantize_gradients_(model)
+        model(batch(0)).sum().backward()
+
+
+@pytest.mark.parametrize("send", [send_on_one_rank, send_twice_on_one_rank])
+def test_a_rank_that_does_not_send(send):
+    first, _ = last_words(2, send, seconds=8)
+    assert "expected all 2 ranks to call it, for the gradients of 'the model', 'blocks.0'" in first
     assert "ranks [1] have not arrived" in first
 
 

@@ -27,15 +27,15 @@ from ...checks import require_int, require_module
 from ...nn.names import clean_name, join, unwrapped
 from ...nn.state.random_state import GRADIENT_RNG, Place, RngState
 from ...spec import Spec
-from ..handshake import require_same
+from ..handshake import raise_on_all, require_same
 from .private_state import UnknownFsdpError, groups_of, policy_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-ALIKE = "quantize_gradients_: expected all ranks to send the gradients of a module alike"
-ARRIVE = "quantize_gradients_: expected all {} ranks to send {}"
+ALIKE = "quantize_gradients_: expected all ranks to send gradients alike"
+ARRIVE = "quantize_gradients_: expected all {} ranks to call it, for {}"
 
 
 @dataclass
@@ -66,13 +66,6 @@ class ReduceScatterOfCodes:
     def __init__(self, name: str, rank: int, shared: GradientCodes) -> None:
         self.name, self.rank, self.shared = name, rank, shared
         self.stream = ops.stream(join(name, "gradients"))
-        self.is_agreed = False
-
-    @property
-    def title(self) -> str:
-        """What ranks must have alike: the module, the spec, and the seed where it is drawn from."""
-        seed = f" from seed {self.shared.state.seed}" if self.shared.spec.is_stochastic else ""
-        return f"the gradients of {self.name or 'the model'!r} as {self.shared.spec.text}{seed}"
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
@@ -97,7 +90,7 @@ class ReduceScatterOfCodes:
             op: SUM: set_force_sum_reduction_for_comms is on.
             async_op: is ignored; FSDP2 passes False.
         """
-        self._agree(group)
+        self._require_complete()
         spec = self.shared.spec
         chunks = input_tensor.view(group.size(), output_tensor.numel())
         if spec.is_bf16:
@@ -122,36 +115,16 @@ class ReduceScatterOfCodes:
         rng[0].fill_(ops.mix_seed(state.seed, self.rank))  # a fill waits for no copy from the host
         return rng
 
-    def _agree(self, group: dist.ProcessGroup) -> None:
-        """Checks at the first reduction that all modules and all ranks send codes alike.
-
-        Raises:
-            ValueError: fully_shard was called later, a rank is missing, or titles differ; on every
-                rank.
-        """
-        if self.is_agreed:
-            return
-        require_same(
-            "the first reduction of",
-            self.title,
-            group,
-            expected=ARRIVE,
-            absent="their layer sends no codes",
-            differs=ALIKE,
-            fault=None if self.shared.is_complete else self._sharded_later(),
-        )
-        self.is_agreed = self.shared.is_complete = True
-
-    def _sharded_later(self) -> str | None:
-        """Returns the error where fully_shard was called later; else None."""
-        model = self.shared.model()
+    def _require_complete(self) -> None:
+        """Raises ValueError in the first reduction where fully_shard was called later."""
+        model = None if self.shared.is_complete else self.shared.model()
         for name, _, fsdp_group in () if model is None else sharded_modules(model):
             if not isinstance(fsdp_group._reduce_scatter_comm, ReduceScatterOfCodes):
-                return (
+                raise ValueError(
                     "quantize_gradients_: expected all calls of fully_shard before it, got "
                     f"{name or 'the model'!r} sharded later; call mf.quantize_gradients_ again"
                 )
-        return None
+        self.shared.is_complete = True
 
 
 def quantize_gradients_(model: nn.Module, spec: str = "e4m3/1x128+sr", *, seed: int = 0) -> None:
@@ -159,22 +132,24 @@ def quantize_gradients_(model: nn.Module, spec: str = "e4m3/1x128+sr", *, seed: 
 
     Each rank casts its gradients to `spec`, in runs of a block's length of the flat chunk of each
     rank. One all-to-all moves codes and scales; the receiver adds them up in float32, in the order
-    of ranks. Call it after the last fully_shard, on all ranks. A second call replaces the first.
+    of ranks. Call it after the last fully_shard, on all ranks: they wait for each other and compare
+    what they passed. A second call, on all ranks too, replaces the first.
 
     Args:
         model: with modules that torch.distributed.fsdp.fully_shard has sharded.
         spec: "e4m3/1x128", "mxfp8", "mxfp8/e5m2" or "mxfp4", to nearest or `+sr`; "bf16": values in
             bfloat16, with the same sums in float32.
-        seed: of `+sr`, equal on all ranks: the first reduction raises a ValueError on each rank
-            where it is not. Ranks, modules and steps draw other bits.
+        seed: of `+sr`, equal on all ranks. Ranks, modules and steps draw other bits.
             mf.training_state has seed and count as "gradients.rng".
 
     Raises:
-        TypeError: `model` is no module, `spec` no str, or `seed` no int.
+        TypeError: `model` is no module, `spec` no str, or `seed` no int. Where there are other
+            ranks it is a ValueError.
         ValueError: nothing is sharded; the spec has a scale of a tensor, a row or 2D blocks, or a
             transform; a module's gradients are not reduced in float32 or bfloat16, or by another
             reduce-scatter than torch's; blocks would span parameters that tensor-parallel ranks
-            share and others. The model is unchanged then.
+            share and others; modules, spec or seed differ between ranks, or one is missing. Every
+            rank raises it, and the model is unchanged then.
         UnknownFsdpError: this torch's FSDP2 has other private names than those that are read here.
 
     Example:
@@ -188,20 +163,26 @@ def quantize_gradients_(model: nn.Module, spec: str = "e4m3/1x128+sr", *, seed: 
         {'gradients.rng': tensor([7, 0])}
         >>> mf.destroy_process_group()
     """
-    model = unwrapped(require_module("quantize_gradients_", model))
-    parsed = Spec.parse(spec)
-    ops.message_bytes(parsed.text, 0)  # raises for a spec that messages cannot have
-    state = RngState(require_int("quantize_gradients_: seed", seed), rank=0)
+    modules: list[tuple[str, FSDPModule, FSDPParamGroup]] = []
+    try:
+        model = unwrapped(require_module("quantize_gradients_", model))
+        modules = list(sharded_modules(model))
+        parsed = Spec.parse(spec)
+        ops.message_bytes(parsed.text, 0)  # raises for a spec that messages cannot have
+        state = RngState(require_int("quantize_gradients_: seed", seed), rank=0)
+        if not modules:
+            raise ValueError(
+                "quantize_gradients_: expected a model that fully_shard has sharded, got "
+                f"{type(model).__name__} without a sharded module; FSDP1, DistributedDataParallel "
+                "and sharded masters reduce gradients by other calls"
+            )
+        ranks = [_checked_rank(name or "the model", group, parsed) for name, _, group in modules]
+    except (TypeError, ValueError) as error:
+        raise_on_all(error, _group_of(modules[0][2]) if modules else None)
     state.place = Place()  # several threads reduce the gradients of one step
     shared = GradientCodes(parsed, state, weakref.ref(model))
-    modules = list(sharded_modules(model))
-    if not modules:
-        raise ValueError(
-            "quantize_gradients_: expected a model that fully_shard has sharded, got "
-            f"{type(model).__name__} without a sharded module; FSDP1, DistributedDataParallel and "
-            "sharded masters reduce gradients by other calls"
-        )
-    ranks = [_checked_rank(name or "the model", group, parsed) for name, _, group in modules]
+    drawn = f" from seed {state.seed}" if parsed.is_stochastic else ""
+    _require_same(modules, f"{parsed.text}{drawn}")
     for (name, module, _), rank in zip(modules, ranks):
         module.set_custom_reduce_scatter(cast(Any, ReduceScatterOfCodes(name, rank, shared)))
         module.set_force_sum_reduction_for_comms(True)
@@ -218,6 +199,28 @@ def sharded_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule, FSDPPar
         if isinstance(module, FSDPModule):
             for group in groups_of(module._get_fsdp_state()):
                 yield clean_name(fqn), module, group
+
+
+def _group_of(group: FSDPParamGroup) -> dist.ProcessGroup | None:
+    """Returns the ranks that shard a parameter group; None: no ranks do."""
+    return getattr(group.mesh_info, "shard_process_group", None)
+
+
+def _require_same(modules: Sequence[tuple[str, FSDPModule, FSDPParamGroup]], how: str) -> None:
+    """Raises ValueError on all ranks where they send gradients otherwise, or one does not call."""
+    names: dict[dist.ProcessGroup, list[str]] = {}
+    for name, _, group in modules:
+        ranks = cast("dist.ProcessGroup", _group_of(group))
+        names.setdefault(ranks, []).append(name or "the model")
+    for ranks, of_ranks in names.items():
+        require_same(
+            "mf.quantize_gradients_ of",
+            f"the gradients of {', '.join(map(repr, of_ranks))} as {how}",
+            ranks,
+            expected=ARRIVE,
+            absent="they have not called it",
+            differs=ALIKE,
+        )
 
 
 def _checked_rank(name: str, group: FSDPParamGroup, spec: Spec) -> int:
