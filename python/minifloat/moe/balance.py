@@ -10,7 +10,7 @@ so its gradient gets the same factors: those of micro-batches and of loss scalin
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +46,8 @@ def balance_loss(model: nn.Module) -> Tensor:
         >>> loss = moe(torch.ones(3, 64)).square().mean() + mf.balance_loss(moe)
         >>> loss.backward()
     """
-    require_module("balance_loss", model)
-    routers = list(routers_with_losses(model))
+    modules = require_module("balance_loss", model).named_modules()
+    routers = list(routers_with_losses(modules))
     for name, router in routers:
         require_graph(name, router)
     total = None
@@ -60,9 +60,9 @@ def balance_loss(model: nn.Module) -> Tensor:
     return total
 
 
-def routers_with_losses(model: nn.Module) -> Iterator[tuple[str, Router]]:
+def routers_with_losses(modules: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Router]]:
     """Yields the routers whose losses are kept, and the names of the layers that have them."""
-    for name, module in model.named_modules():
+    for name, module in modules:
         if isinstance(module, Router) and module.loss is not None:
             yield clean_name(name).removesuffix("router").rstrip(".") or "the mf.MoE", module
 
@@ -78,9 +78,12 @@ def require_graph(name: str, router: Router) -> None:
         )
 
 
-def unread_losses(model: nn.Module) -> str | None:
-    """Returns mf.step's error where forwards of a step kept losses that nobody read; else None."""
-    kept = [(name, router.loss) for name, router in routers_with_losses(model)]
+def unread_losses(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
+    """Returns mf.step's error where forwards of a step kept losses that nobody read; else None.
+
+    modules: (name, module) of the model.
+    """
+    kept = [(name, router.loss) for name, router in routers_with_losses(modules)]
     unread = [name for name, loss in kept if loss is not None and loss.requires_grad]
     if not unread:
         return None

@@ -13,7 +13,7 @@ w1 and w3), experts.b1, b3, b2, b13, shared_experts.w1.weight and so on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -178,9 +178,9 @@ class Experts(HasProducts, nn.Module):
         return f"{self.dim}, hidden={self.hidden}, experts={self.experts}{recipe}{parallel}"
 
 
-def divided_experts(model: nn.Module) -> dict[Experts, ExpertParallel]:
-    """Returns the experts that ranks divide, and how."""
-    found = (module for module in model.modules() if isinstance(module, Experts))
+def divided_experts(modules: Iterable[nn.Module]) -> dict[Experts, ExpertParallel]:
+    """Returns those modules that are experts which ranks divide, and how."""
+    found = (module for module in modules if isinstance(module, Experts))
     return {module: module.parallel for module in found if module.parallel is not None}
 
 

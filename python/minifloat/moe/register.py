@@ -7,10 +7,9 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from ..nn.names import clean_name, unwrapped
-from ..nn.registry import expert_functions
+from ..nn.names import clean_name
+from ..nn.registry import NamedModules, expert_functions
 from .balance import unread_losses
 from .convert.experts import convert, restore, revert, select
 from .layer import divided_experts
@@ -18,23 +17,23 @@ from .ranks.parallel_experts import ExpertParallel, to_host
 from .router import Router
 
 
-def routers_of(model: nn.Module) -> list[tuple[str, Router]]:
-    """Finds (name, router) of the routers whose counts have values."""
-    modules = unwrapped(model).named_modules()
+def routers_of(modules: NamedModules) -> list[tuple[str, Router]]:
+    """Finds (name, router) of the routers whose counts have values, among a model's modules."""
     found = [(clean_name(fqn), module) for fqn, module in modules if isinstance(module, Router)]
     return [(name, router) for name, router in found if not router.counts.is_meta]
 
 
-def end_step(model: nn.Module, ranks: dist.ProcessGroup | None) -> None:
+def end_step(modules: NamedModules, ranks: dist.ProcessGroup | None) -> None:
     """Ends the step of all routers, with the counts of all ranks from one all-reduce.
 
-    ranks: those with the same routers; None: this one alone.
+    Args:
+        modules: (name, module) of a model.
+        ranks: those with the same routers; None: this one alone.
     """
-    model = unwrapped(model)
-    routers = [module for module in model.modules() if isinstance(module, Router)]
+    routers = [module for _, module in modules if isinstance(module, Router)]
     for router in routers:
         router.loss = None  # of a forward without gradients: unread_losses refuses others
-    warn_of_dropped(divided_experts(model).values())
+    warn_of_dropped(divided_experts(module for _, module in modules).values())
     routers = [router for router in routers if not router.counts.is_meta]
     if not routers:
         return

@@ -131,6 +131,9 @@ class Selection:
     routers: dict[nn.Module, tuple[str, str]] = field(default_factory=dict)
 
 
+NamedModules = Sequence[tuple[str, nn.Module]]
+
+
 class ExpertFunctions:
     """The functions for models with experts."""
 
@@ -142,12 +145,13 @@ class ExpertFunctions:
     revert: Callable[[nn.Module], None]
     # model: undoes all conversions.
     restore: Callable[[nn.Module], None]
-    # model -> mf.step's error where a balance loss of this step was not read; else None.
-    unread_losses: Callable[[nn.Module], str | None]
-    # model -> (name, router) of those that mf.step ends the step of.
-    routers: Callable[[nn.Module], Sequence[tuple[str, nn.Module]]]
-    # (model, ranks): moves the balance of routers by this step's counts, of all of these ranks.
-    end_step: Callable[[nn.Module, dist.ProcessGroup | None], None]
+    # (name, module) of a model -> mf.step's error where a balance loss was not read; else None.
+    unread_losses: Callable[[NamedModules], str | None]
+    # (name, module) of a model -> (name, router) of those that mf.step ends the step of.
+    routers: Callable[[NamedModules], NamedModules]
+    # ((name, module) of a model, ranks): moves the balance of routers by this step's counts, of all
+    # of these ranks.
+    end_step: Callable[[NamedModules, dist.ProcessGroup | None], None]
 
 
 expert_functions = ExpertFunctions()

@@ -66,7 +66,7 @@ def average_expert_gradients(
     group = None
     try:
         group = None if mesh is None else group_of("average_expert_gradients: mesh", mesh)
-        layers = divided_experts(require_module("average_expert_gradients", model))
+        layers = divided_experts(require_module("average_expert_gradients", model).modules())
     except (TypeError, ValueError) as error:
         if mesh is None:
             raise

@@ -11,7 +11,7 @@ mf.quantize_ call share one random state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from .recipe_state import (
     DelayedScaling,
     RecipeState,
     converted,
+    converted_among,
     draw_from,
     forget_weights,
     histories_of,
@@ -90,14 +91,16 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
             )
     except TypeError as error:
         distributed_functions.raise_on_all(error, group)
-    name_layers(model)
-    fault = shared_streams(model) or expert_functions.unread_losses(model)
-    layers, routers = converted(model), expert_functions.routers(model)
-    ranks = distributed_functions.group_of_step(unwrapped(model), layers, routers, group, fault)
+    model = unwrapped(model)
+    modules = list(model.named_modules())
+    layers, routers = converted_among(modules), expert_functions.routers(modules)
+    name_layers(layers)
+    fault = shared_streams(modules) or expert_functions.unread_losses(modules)
+    ranks = distributed_functions.group_of_step(model, layers, routers, group, fault)
     forget_weights(layers)
     _roll_histories(layers, ranks)
-    expert_functions.end_step(model, ranks)
-    distributed_functions.precompute_scales(unwrapped(model))
+    expert_functions.end_step(modules, ranks)
+    distributed_functions.precompute_scales(model)
 
 
 def _roll_histories(layers: list[tuple[str, RecipeState]], ranks: dist.ProcessGroup | None) -> None:
@@ -166,7 +169,7 @@ def training_state(model: nn.Module) -> dict[str, Tensor]:
         >>> mf.training_state(model)  # the seed, and the forwards so far
         {'rng': tensor([7, 1])}
     """
-    name_layers(require_module("training_state", model))
+    name_layers(converted(require_module("training_state", model)))
     state = _state_of_rank(model)
     divided: dict[dist.ProcessGroup, list[str]] = {}  # the histories that ranks have parts of
     for fqn, layer, _ in histories_of(converted(model)):
@@ -223,7 +226,7 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         >>> mf.training_state(resumed)
         {'rng': tensor([7, 1])}
     """
-    name_layers(require_module("load_training_state", model))
+    name_layers(converted(require_module("load_training_state", model)))
     wanted = _state_of_rank(model)
     if not isinstance(state, Mapping):
         raise TypeError(
@@ -315,21 +318,23 @@ def require_same_random_state(root: nn.Module, seed: int, data_parallel_rank: in
             )
 
 
-def name_layers(model: nn.Module) -> None:
+def name_layers(layers: Iterable[tuple[str, RecipeState]]) -> None:
     """Names layers and products that were built without a name as they are in a model."""
-    for fqn, layer in converted(model):
+    for fqn, layer in layers:
         if fqn and not layer.is_named:
             layer.rename(fqn.removesuffix(PRODUCT))
 
 
-def shared_streams(model: nn.Module) -> str | None:
+def shared_streams(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
     """Returns mf.step's error where two parts of a model draw the same random bits; else None.
+
+    modules: (name, module) of the model.
 
     Parts that were converted one by one do so under equal seeds, where they have layers of equal
     names. A part that is in evaluation, or frozen, is left out.
     """
     owners: dict[tuple[int, int, int], tuple[str, RngState]] = {}
-    for fqn, root in unwrapped(model).named_modules():
+    for fqn, root in modules:
         hook = find_hook(root)
         if hook is None or not root.training or not any(p.requires_grad for p in root.parameters()):
             continue

@@ -343,7 +343,11 @@ def draw_from(layer: RecipeState, state: RngState) -> None:
 
 def converted(model: nn.Module) -> list[tuple[str, RecipeState]]:
     """Finds (name, layer) of each layer and product under a recipe."""
-    modules = unwrapped(model).named_modules()
+    return converted_among(unwrapped(model).named_modules())
+
+
+def converted_among(modules: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, RecipeState]]:
+    """Finds those of a model's (name, module)."""
     return [(clean_name(fqn), module) for fqn, module in modules if isinstance(module, RecipeState)]
 
 
