@@ -354,7 +354,10 @@ def check_arguments_of_one(rank):
         ({"spec": 3}, r"got int \(ranks"),
         ({"seed": "x"}, r"seed: expected an int, got 'x' \(str\) \(ranks"),
         ({"seed": 2**70}, r"seed: expected an int from .* \(ranks"),
-        ({"spec": "mxfp8"}, r"alike, but rank 0 .* as e4m3/1x128\+sr from seed 0; rank 1 .* as mxfp8$"),
+        (
+            {"spec": "mxfp8"},
+            r"alike, but rank 0 .* as e4m3/1x128\+sr from seed 0; rank 1 .* as mxfp8$",
+        ),
         ({"seed": 1}, r"alike, but rank 0 .* as e4m3/1x128\+sr from seed 0; rank 1 .* from seed 1"),
     ):
         model = sharded(Model())

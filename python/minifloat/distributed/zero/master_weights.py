@@ -272,7 +272,7 @@ def _starts(plans: list[WeightPlan], start_offsets: object) -> list[int]:
     listed = _list_of("start_offsets", start_offsets)
     _require_count("a start offset", listed, plans)
     return [
-        0 if start is None else require_int(f"quantize_master_weights: start offset {i}", start)
+        0 if start is None else require_int(f"quantize_master_weights: offset {i}", start)
         for i, start in enumerate(listed)
     ]
 
