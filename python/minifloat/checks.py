@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection
-from typing import SupportsIndex
+from typing import SupportsIndex, cast
 
 from torch import nn
 
@@ -20,9 +20,10 @@ def require_int(
         TypeError: `value` is no integer, or a bool.
         ValueError: `value` is out of the range.
     """
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+    # isinstance of a protocol takes 4 us.
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
         raise TypeError(f"{name}: expected an int, got {value!r} ({type(value).__name__})")
-    number = operator.index(value)
+    number = operator.index(cast(SupportsIndex, value))
     if not least <= number <= most:
         if least == LEAST:
             bounds = "an int from -2^63 to 2^63 - 1"
