@@ -117,3 +117,32 @@ def check_bad_input_of_one_rank(rank):
 
 def test_bad_input_of_one_rank_is_an_error_on_all():
     run_world(2, check_bad_input_of_one_rank)
+
+
+def check_gathers(rank):
+    """What rank 1 alone passes to a gather is an error on both, and nothing is written."""
+    weight = empty_weight((32, 48), ("nvfp4/16x16", None))
+    layout = mf.WireLayout.of([weight], 2)
+    other = mf.WireLayout.of([weight], 2, [[0, 16, 32 * 48]])
+    piece, alone = layout.new_piece(WHOLE), mf.WireLayout.of([weight], 1)
+    for wrong, match in (
+        ((layout, piece[1:]), r"piece: expected contiguous uint8 \(384\), got .* \(383,\) .*ranks"),
+        ((layout, piece.int()), r"piece: expected contiguous .* got torch.int32 .*ranks \[1\]"),
+        ((layout, None), r"piece: expected a Tensor, got NoneType \(ranks \[1\]"),
+        ((layout, piece, 3), r"group: expected a process group or None, got 3 .*ranks \[1\]"),
+        ((alone, alone.new_piece(WHOLE)), r"group: expected 1 ranks, got 2 \(ranks \[1\]"),
+        (
+            (other, other.new_piece(WHOLE)),
+            r"one layout, but rank 0 has .* 384 bytes .*; rank 1 has",
+        ),
+    ):
+        by, given, *group = wrong if rank else (layout, piece)
+        before = copy.deepcopy(weight)
+        with pytest.raises(ValueError, match=match):
+            by.gather(given, [weight], *(group or [None]))
+        assert_same_weight(weight, before)
+        layout.gather(piece, [weight], None)
+
+
+def test_bad_input_of_a_gather_is_an_error_on_all():
+    run_world(2, check_gathers)

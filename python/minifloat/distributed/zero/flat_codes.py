@@ -20,7 +20,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import cached_property
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,7 @@ from ...spec import Spec
 from ...tensor.directions import require_memory
 from ...tensor.quantized import Quantized, require_tensor
 from ...tensor.quantized_tensor import QuantizedTensor
+from ..handshake import raise_on_all, require_same
 
 # (matrices, their transposes, rows, cols, bits) of the native MatrixTransposes
 Transpose = tuple[Tensor, Tensor, int, int, int]
@@ -329,14 +331,54 @@ class WireLayout:
         Args:
             piece: uint8 (piece_bytes), this rank's shard codes.
             model_weights: the weights of the layout, in its order.
-            group: the process group, of as many ranks as the layout.
+            group: the process group, of as many ranks as the layout; None: the default group.
 
         Raises:
-            RuntimeError, ValueError: sizes do not fit the layout.
+            TypeError: an argument is of another type. Where there are other ranks it is a
+                ValueError.
+            ValueError: sizes do not fit the layout, layouts of ranks differ, or a rank is missing;
+                on every rank.
         """
+        ranks = dist.group.WORLD if group is None else group
+        try:
+            self._require_fitting(piece, ranks)
+        except (TypeError, ValueError) as error:
+            raise_on_all(error, ranks)
+        require_same(
+            "WireLayout.gather of",
+            self._text,
+            cast(dist.ProcessGroup, ranks),
+            expected="WireLayout: expected all {} ranks to gather {}",
+            absent="they have not called it",
+            differs="WireLayout: expected all ranks to gather by one layout",
+        )
         gathered = piece.new_empty(self.ranks * self.piece_bytes)
         dist.all_gather_into_tensor(gathered, piece, group=group)
         self.merge_fragments(gathered, model_weights)
+
+    @cached_property
+    def _text(self) -> str:
+        """What ranks compare of a layout."""
+        number = ops.stream(f"{self.numbers}")
+        return f"{len(self.cuts)} weights, {self.piece_bytes} bytes a rank, cut by number {number}"
+
+    def _require_fitting(self, piece: object, ranks: object) -> None:
+        """Raises TypeError or ValueError where arguments of a gather do not fit the layout."""
+        if not isinstance(ranks, dist.ProcessGroup):
+            raise TypeError(
+                f"WireLayout: group: expected a process group or None, got {ranks!r} "
+                f"({type(ranks).__name__})"
+            )
+        if (size := dist.get_world_size(ranks)) != self.ranks:
+            raise ValueError(f"WireLayout: group: expected {self.ranks} ranks, got {size}")
+        found = require_tensor("WireLayout: piece", piece)
+        is_fitting = found.dtype == torch.uint8 and found.shape == (self.piece_bytes,)
+        if not is_fitting or not found.is_contiguous():
+            raise ValueError(
+                f"WireLayout: piece: expected contiguous uint8 ({self.piece_bytes}), got "
+                f"{found.dtype} {tuple(found.shape)} with strides {found.stride()}"
+            )
+        require_memory("WireLayout: piece", found)
 
     def merge_fragments(self, gathered: Tensor, model_weights: Sequence[QuantizedTensor]) -> None:
         """Copies gathered shard codes into the weights' flat codes; ORs bytes that cuts divide.
