@@ -52,20 +52,26 @@ class Reads(NamedTuple):
             of a class, or globals. `items` are its (key, value) that were read, `absent` the keys
             that were looked for and not found.
         functions: (function, __code__, __defaults__, __kwdefaults__) of those that ran.
-        cells: (cell, its name in an error, its content) of enclosing functions' variables.
+        cells: (function that reads it, its name in an error, its content) of enclosing functions'
+            variables. torch.compile can read a cell through a function alone.
         keys: (owner, name, keys) of dicts of which all keys were visited.
-        called: (module,) of submodules that the forward calls, which have no hooks.
+        called: (module, class, forward, __call__) of submodules that the forward calls, which have
+            no hooks. The latter two are the class's.
         lacking: (object, or None for the module itself, name) that hasattr denies.
         attributes: (object, name, value): of classes, Python modules, partials and other objects.
+        of_class: names that were looked up in the module's own class.
+        mro: the classes of the module once it is converted, where it is an MLP (nn/fuse/mlp.py).
     """
 
     dicts: tuple[tuple[Any, str | None, tuple[tuple[Any, Any], ...], tuple[Any, ...]], ...] = ()
     functions: tuple[tuple[FunctionType, Any, Any, Any], ...] = ()
-    cells: tuple[tuple[CellType, str, Any], ...] = ()
+    cells: tuple[tuple[FunctionType, str, Any], ...] = ()
     keys: tuple[tuple[Any, str | None, tuple[Any, ...]], ...] = ()
-    called: tuple[tuple[nn.Module], ...] = ()
+    called: tuple[tuple[nn.Module, type, Any, Any], ...] = ()
     lacking: tuple[tuple[Any, str], ...] = ()
     attributes: tuple[Entry, ...] = ()
+    of_class: tuple[str, ...] = ()
+    mro: tuple[type, ...] = ()
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return (type(None), ()) if any(self) else "NOTHING"
@@ -77,7 +83,14 @@ class Reads(NamedTuple):
             yield from ((owner, key, MISSING) for key in absent)
         for function, *values in self.functions:
             yield from ((function, *field) for field in zip(OF_FUNCTIONS, values))
-        yield from (*self.cells, *self.attributes)
+        yield from ((None, name, value) for _, name, value in self.cells)
+        for part, cls, forward, call in self.called:
+            yield from (
+                (part, "__class__", cls),
+                (cls, "forward", forward),
+                (cls, "__call__", call),
+            )
+        yield from self.attributes
 
 
 NOTHING = Reads()
@@ -96,14 +109,14 @@ class Record:
         self, module: nn.Module, cls: type, copy: Callable[[Any], Any] = lambda value: value
     ) -> None:
         self.module, self.cls, self.copy = module, cls, copy
-        self.rows: dict[str, dict[Any, tuple[Any, ...]]] = {name: {} for name in Reads._fields}
+        self.rows: dict[str, dict[Any, Any]] = {name: {} for name in Reads._fields}
         self.items: dict[Any, tuple[Place, dict[Any, Any]]] = {}  # of dicts, MISSING where absent
         self.members: dict[int, Mapping[str, Any]] = {}  # of classes, by id
         self.places: dict[int, Place] = {}  # of submodules' dicts, by id
 
     def reads(self) -> Reads:
         """Returns what was read."""
-        found = {name: tuple(rows.values()) for name, rows in self.rows.items()}
+        found: dict[str, Any] = {n: tuple(rows.values()) for n, rows in self.rows.items()}
         found["dicts"] = tuple(
             (
                 *place,
@@ -156,6 +169,8 @@ class Record:
 
     def member(self, cls: type, name: str) -> Any:
         """Returns and records a class's member as it or one of its bases has it, or MISSING."""
+        if cls is self.cls:
+            self.rows["of_class"][name] = name
         if not cls.__flags__ & IMMUTABLE:
             self.attribute(cls, "__mro__", cls.__mro__)
         for base in cls.__mro__:
@@ -187,7 +202,8 @@ class Record:
         for variable, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
             content = contents_of(cell)
             if variable != "__class__":
-                row = (cell, f"{variable} of {text_of(function)}", self.copy(content))
+                name = f"{variable} of {text_of(function)}"
+                row = (reader_of(cell), name, self.copy(content))
                 self.rows["cells"].setdefault(id(cell), row)
             yield content
 
@@ -198,19 +214,27 @@ class Record:
 
     def call(self, module: nn.Module) -> None:
         """Records a submodule that is called."""
-        cls = self.class_of(module)
-        for name in ("forward", "__call__"):
-            self.attribute(cls, name, getattr(cls, name))
+        cls: Any = type(module)
         self.item_of(module, "__dict__", "forward")
-        self.rows["called"].setdefault(id(module), (module,))
+        self.rows["called"].setdefault(id(module), (module, cls, cls.forward, cls.__call__))
 
 
 def contents_of(cell: CellType) -> Any:
     """Returns what a variable of an enclosing function holds, MISSING where it is not set."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
+    return reader_of(cell)()
+
+
+def reader_of(cell: CellType) -> FunctionType:
+    """Returns a function of no arguments that returns what a cell holds, or MISSING."""
+    content = None
+
+    def read() -> Any:
+        try:
+            return content
+        except NameError:
+            return MISSING
+
+    return FunctionType(read.__code__, globals(), "read", closure=(cell,))
 
 
 # ---- comparison ----------------------------------------------------------------------------------
@@ -255,7 +279,7 @@ def first_change(reads: Reads, module: nn.Module) -> tuple[Any, Any, Any, Any] |
     The owner is None for an entry of the module itself. A hook of a submodule that the forward
     calls is a change. Each forward asks, eager or compiled.
     """
-    dicts, functions, cells, all_keys, called, lacking, attributes = reads
+    dicts, functions, cells, all_keys, called, lacking, attributes, *_ = reads
     for owner, place, items, absent in dicts:
         where = owner if place is None else getattr(module if owner is None else owner, place)
         for key, value in items:
@@ -271,14 +295,20 @@ def first_change(reads: Reads, module: nn.Module) -> tuple[Any, Any, Any, Any] |
             return function, "__defaults__", defaults, got
         if (got := function.__kwdefaults__) is not named and differs(got, named):
             return function, "__kwdefaults__", named, got
-    for cell, name, value in cells:
-        if (got := contents_of(cell)) is not value and differs(got, value):
-            return cell, name, value, got
+    for read, name, value in cells:
+        if (got := read()) is not value and differs(got, value):
+            return None, name, value, got
     for owner, place, keys in all_keys:
         where = owner if place is None else getattr(module if owner is None else owner, place)
         if tuple(where) != keys:
             return owner, "keys", keys, tuple(where)
-    for (part,) in called:
+    for part, cls, forward, call in called:
+        if type(part) is not cls:
+            return part, "__class__", cls, type(part)
+        if cls.forward is not forward:
+            return cls, "forward", forward, cls.forward
+        if cls.__call__ is not call:
+            return cls, "__call__", call, cls.__call__
         if has_hooks(part):
             return part, NO_HOOKS, MISSING, hook_of(part)
     for owner, name in lacking:

@@ -25,7 +25,7 @@ from ..._native import ops
 from ...checks import require_bool, require_int, require_one_of
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..accumulation import weight_sums
-from ..convert.reads import HOOKS, NOTHING, Reads, first_change, has_hooks, hook_of
+from ..convert.reads import NOTHING, Reads, first_change, has_hooks, hook_of
 from ..linear import Linear, parameter_of, rebased, weight_operands
 from .trace import trace
 
@@ -39,7 +39,6 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by the op's names
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-OF_ALL_MODULES = tuple("_global" + name for name in HOOKS)  # attributes of torch's module
 
 
 class Parts(NamedTuple):
@@ -95,6 +94,7 @@ class MLP(nn.Module):
     mlp_parts: Parts | None = None
     mlp_reads: Reads | None = None  # of the trace; None: the layers are called one by one
     class_before: type[nn.Module] | None = None  # of a module that convert_mlps has made one
+    class_size = 0  # how many members its class has then
 
     def __init__(
         self,
@@ -153,7 +153,8 @@ def trace_mlp(module: nn.Module, layers: dict[str, Linear]) -> tuple[Parts, Read
     graph, reads = trace(module, before, layers, VALUE_DTYPES)
     gate = graph.layers[0] if len(graph.layers) == 3 else None
     up, down = graph.layers[-2:]
-    return Parts(gate, up, down, graph.activation), reads
+    mro = mlp_class(before).__mro__
+    return Parts(gate, up, down, graph.activation), reads._replace(mro=mro)
 
 
 # ---- modules of other classes --------------------------------------------------------------------
@@ -168,11 +169,11 @@ def mlp_class(before: type) -> type[MLP]:
         return cast(Any, super(MLP, self)).forward(*args, **kwargs)
 
     def reduce(self: MLP, protocol: Any) -> Any:
-        made = nn.Module.__reduce_ex__(self, max(2, protocol))
-        function, args, state, *rest = cast(tuple[Any, ...], made)
-        if type(self) is CLASSES[before]:
-            function, args = new_mlp, (before,)
-        return (function, args, state, *rest)
+        made = cast(tuple[Any, ...], nn.Module.__reduce_ex__(self, max(2, protocol)))
+        if type(self) is not CLASSES[before]:
+            return made
+        state = made[2:] or (self.__dict__,)  # of a __reduce__ that would build another module
+        return (new_mlp, (before,), *state)
 
     def setstate(self: MLP, state: Any) -> None:
         cast(Any, super(MLP, self)).__setstate__(state)
@@ -182,7 +183,7 @@ def mlp_class(before: type) -> type[MLP]:
         layers = {n: m for n in parts.layers if is_layer(m := self._modules.get(n))}
         try:
             found, reads = trace_mlp(self, layers)
-        except ValueError:
+        except Exception:  # of a cycle of references, whose other objects have no state yet
             return
         if found == parts._replace(recipe=""):
             self.mlp_reads = reads
@@ -191,9 +192,12 @@ def mlp_class(before: type) -> type[MLP]:
         members = {n: getattr(before, n) for n in ("__module__", "__qualname__", "__doc__")}
         members |= {"__init__": before.__init__, "__reduce_ex__": reduce}  # type: ignore[misc]
         members |= {"_layer_by_layer": layer_by_layer, "class_before": before}
-        members |= {"__setstate__": setstate}
+        members |= {"__setstate__": setstate, "class_size": 0}
+        members |= {"__annotations__": {}}  # which Python would add when it is read
         bases = (MLP, before)
-        CLASSES[before] = types.new_class(before.__name__, bases, {}, lambda d: d.update(members))
+        made = types.new_class(before.__name__, bases, {}, lambda d: d.update(members))
+        made.class_size = len(made.__dict__)  # type: ignore[attr-defined]
+        CLASSES[before] = made
     return CLASSES[before]
 
 
@@ -233,10 +237,21 @@ def can_be_one_op(module: MLP, x: Any) -> bool:
         return False
     if torch.is_autocast_enabled(device.type):
         return False
-    if any([getattr(torch_module, name) for name in OF_ALL_MODULES]):
+    if (
+        torch_module._global_forward_hooks
+        or torch_module._global_forward_pre_hooks
+        or torch_module._global_backward_hooks
+        or torch_module._global_backward_pre_hooks
+    ):
+        return False
+    cls = type(module)
+    is_as_made = cls.__mro__ is reads.mro and len(cls.__dict__) == cls.class_size
+    if not (is_as_made or finds_in_class(cls, reads)):
         return False
     if first_change(reads, module) is not None:
         return False
+    if torch.compiler.is_compiling():
+        guard_attributes(module, parts, reads)
     modules, first = module._modules, None
     for name in parts.layers:
         layer = modules.get(name)
@@ -255,6 +270,28 @@ def can_be_one_op(module: MLP, x: Any) -> bool:
             return False
         first = of_layer
     return True
+
+
+def finds_in_class(cls: type[MLP], reads: Reads) -> bool:
+    """Tells whether a module of a class finds what was read of the class that it had before.
+
+    Not where a class in front of that one has a member that was read: the converted module's class,
+    or one that is derived from it later, unlike the one that fully_shard derives.
+    """
+    mro, later = cls.__mro__, len(cls.__mro__) - len(reads.mro)
+    in_front = [base.__dict__ for base in mro[: later + 1]]
+    is_read = any([name in members for members in in_front for name in reads.of_class])
+    return mro[later:] == reads.mro and not is_read
+
+
+def guard_attributes(module: MLP, parts: Parts, reads: Reads) -> None:
+    """Reads attributes in compiled code, which is guarded then, as reads of __dict__ are not."""
+    for owner, place, _, absent in reads.dicts:
+        if owner is None and place == "__dict__":
+            for name in absent:
+                getattr(module, name, None)
+    for name in parts.layers:
+        _ = module._modules[name].forward  # type: ignore[union-attr]
 
 
 def is_layer(layer: Any) -> TypeGuard[Linear]:
@@ -279,8 +316,9 @@ def one_op(module: MLP, x: Tensor) -> Tensor:
     histories = [state["amax_history"] for state in states if "amax_history" in state]
     reads_back = [x.requires_grad] * len(layers)  # of each weight, whether backward does
     reads_back[-1] |= any(p.requires_grad for layer in layers[:-1] for p in layer.parameters())
+    is_compiling, is_grad_enabled = torch.compiler.is_compiling(), torch.is_grad_enabled()
     codes = [
-        codes_of(layer, x, columnwise and torch.is_grad_enabled(), state.get("amax_history"))
+        codes_of(layer, x, columnwise and is_grad_enabled, state.get("amax_history"), is_compiling)
         for layer, columnwise, state in zip(layers, reads_back, states)
     ]
     return ops.mlp(
@@ -299,13 +337,13 @@ def one_op(module: MLP, x: Tensor) -> Tensor:
 
 
 def codes_of(
-    layer: Linear, x: Tensor, columnwise: bool, amax_history: Tensor | None
+    layer: Linear, x: Tensor, columnwise: bool, amax_history: Tensor | None, is_compiling: bool
 ) -> list[Tensor] | None:
     """Returns the codes of a weight that is quantized, or cached ones; None: the op casts it.
 
     columnwise: whether backward reads the weight.
     """
-    is_compiling, weight = torch.compiler.is_compiling(), layer.weight
+    weight = layer.weight
     if layer.weight_gather is not None and not is_compiling:
         layer.weight_gather.complete(weight, columnwise)
     operands = weight_operands(weight, layer.recipe, columnwise, amax_history)

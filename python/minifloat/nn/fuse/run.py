@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..convert.reads import MISSING, Record, contents_of, hook_of
+from ..convert.reads import IMMUTABLE, MISSING, Record, hook_of
 from .symbols import (
     FUNCTIONS,
     Named,
@@ -30,9 +30,9 @@ from .views import (
     Unknown,
     View,
     found_in,
-    handles_exceptions,
     is_a,
     name_of,
+    reason_against,
     value_of,
 )
 
@@ -90,17 +90,21 @@ class Run:
 
     # ---- items -----------------------------------------------------------------------------------
 
-    def item(self, items: dict[Any, Any], key: Any) -> Any:
-        """Reads an item of a dict, or a submodule; calls compare the layers themselves."""
-        value = items[key]
-        if items is not self.module._modules or id(value) not in self.names:
-            self.record.item(self.record.place(items), key, value)
-        return value
+    def item(self, items: dict[Any, Any], key: Any, text: str) -> Any:
+        """Reads an item of a dict, or a submodule.
+
+        A layer is not recorded: each forward takes it from the module's own submodules, and
+        compares it (can_be_one_op).
+        """
+        value, place = items[key], self.record.place(items)
+        if id(value) in self.names and place == (None, "_modules"):
+            return self.views.setdefault(id(value), View(self, value, text))
+        return self.wrap(self.record.item(place, key, value), text)
 
     def all_items(self, items: dict[Any, Any], text: str) -> list[tuple[Any, Any]]:
         """Reads all items of a dict; returns them with stand-ins of the values."""
         self.record.keys(items)
-        return [(key, self.wrap(self.item(items, key), f"{text}[{key!r}]")) for key in items]
+        return [(key, self.item(items, key, f"{text}[{key!r}]")) for key in items]
 
     # ---- attributes ------------------------------------------------------------------------------
 
@@ -108,6 +112,9 @@ class Run:
         """Returns a value's stand-in."""
         if type(value) in CONSTANTS or is_a(value, Named):
             return value
+        if id(value) in self.names:
+            name = self.names[id(value)]
+            refuse(f"reads the layer {name} as {text}, which is no submodule of its own")
         if type(value) is tuple:
             return tuple(self.wrap(item, f"{text}[{i}]") for i, item in enumerate(value))
         if id(value) not in self.views:
@@ -199,7 +206,7 @@ class Run:
                     refuse(f"reads the {kind[1:-1]} {path}")
             modules = record.modules(value)
             if name in modules:
-                return self.wrap(self.item(modules, name), path)
+                return self.item(modules, name, path)
             record.item_of(value, "_modules", name)
         record.lack(value, name)
         raise AttributeError(f"{path} does not exist")
@@ -245,7 +252,7 @@ class Run:
             self.record.partial(value)
             given = self.wrap((value.args, tuple(value.keywords.values())), text)
             merged = {**dict(zip(value.keywords, given[1])), **kwargs}
-            return self.call(value.func, name_of(value.func), (*given[0], *args), merged)
+            return self.wrap(value.func, name_of(value.func))(*given[0], *args, **merged)
         if type(value) is types.MethodType and type(value.__func__) is types.FunctionType:
             return self.function(
                 value.__func__, text, (self.wrap(value.__self__, "self"), *args), kwargs
@@ -267,7 +274,7 @@ class Run:
         self.record.call(module)
         own = module.__dict__.get("forward", MISSING)
         if own is not MISSING:
-            return self.call(own, text, args, kwargs)
+            return self.wrap(own, text)(*args, **kwargs)
         forward = found_in(cls, "forward")
         if type(forward) is not types.FunctionType:
             refuse(f"calls {text}, whose forward is no Python function")
@@ -282,8 +289,8 @@ class Run:
         if module.startswith("torch.") and not module.startswith(OWN_OF_TORCH):
             own = function.__code__.co_name  # of a decorator, where the function has another name
             refuse_node(call_text(text if function.__name__ == own else own, args, kwargs))
-        if handles_exceptions(function.__code__):
-            refuse(f"runs {function.__qualname__}, which handles exceptions")
+        if reason := reason_against(function.__code__):
+            refuse(f"runs {function.__qualname__}, which {reason}")
         self.record.function(function)
         if id(scope) not in self.scopes:
             self.scopes[id(scope)] = Globals(self, scope)
@@ -293,7 +300,6 @@ class Run:
             types.CellType() if content is MISSING else types.CellType(self.wrap(content, name))
             for name, content in contents
         ]
-        before = [contents_of(cell) for cell in cells]
         copy = types.FunctionType(
             function.__code__,
             self.scopes[id(scope)],
@@ -304,14 +310,7 @@ class Run:
         copy.__kwdefaults__ = {
             k: self.wrap(v, k) for k, v in (function.__kwdefaults__ or {}).items()
         }
-        result = copy(*args, **kwargs)
-        for name in self.scopes[id(scope)]:
-            if name != "__builtins__":
-                refuse(f"writes the global {name}")
-        for name, cell, content in zip(names, cells, before):
-            if contents_of(cell) is not content:
-                refuse(f"writes {name} of an enclosing function")
-        return result
+        return copy(*args, **kwargs)
 
     def special(self, view: View, name: str, *args: Any) -> Any:
         """Calls a method of Python's syntax: __iter__, __len__ or __getitem__."""
@@ -324,7 +323,7 @@ class Run:
         if name == "__getitem__":
             if args[0] not in value:
                 raise KeyError(args[0])
-            return self.wrap(self.item(value, args[0]), f"{text}[{args[0]!r}]")
+            return self.item(value, args[0], f"{text}[{args[0]!r}]")
         items = self.all_items(value, text)
         return len(items) if name == "__len__" else iter([key for key, _ in items])
 
@@ -341,9 +340,23 @@ class Run:
             if issubclass(cls, Tensor) and cls is not Tensor:
                 refuse(f"asks isinstance of {text_of(classes)}")
             return issubclass(Tensor, cls)
-        if type(value) is View:
-            self.record.class_of(real)
-        return issubclass(type(real), cls)
+        if type(value) is View and not self.has_plain_class(real):
+            refuse(f"asks isinstance of {text_of(value)}")
+        return any(base is cls for base in type(real).__mro__)
+
+    def has_plain_class(self, value: Any) -> bool:
+        """Tells whether an object's class is what it says, and stays that unless it is recorded.
+
+        The module's own may become a derived one.
+        """
+        if value is self.module or type(value) in (Super, Unknown):
+            return False
+        cls = self.record.class_of(value)
+        if cls.__flags__ & IMMUTABLE:
+            return value.__class__ is cls
+        plain = {"__class__": object.__dict__["__class__"]}
+        plain["__getattribute__"] = object.__getattribute__
+        return all([self.record.member(cls, name) is member for name, member in plain.items()])
 
     def super_of(self, cls: Any = None, module: Any = None) -> View:
         """super() of a method, or with its two arguments."""

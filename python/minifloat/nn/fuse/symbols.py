@@ -178,6 +178,12 @@ def read(symbol: Any) -> Fields:
     return fields
 
 
+def pass_on(symbol: Any) -> Symbol:
+    """A step that computes nothing; its result may be another tensor."""
+    term = read(symbol)
+    return Symbol(*term[:4])
+
+
 def apply_layer(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Symbol:
     """A linear layer of x, or the last one, of the hidden tensor."""
     given = [*args, *kwargs.values()]
@@ -217,7 +223,7 @@ def dropout(input: Any, p: Any = 0.5, training: Any = True, inplace: bool = Fals
     if kind_of(input) is None or type(training) is not bool:
         refuse_node(node)
     if type(p) in (int, float) and (p == 0 or (not training and 0 <= p <= 1)):
-        return input
+        return pass_on(input)
     return refuse_node(node)
 
 
@@ -226,9 +232,9 @@ def multiply(a: Any, b: Any) -> Any:
     node = f"{text_of(a)} * {text_of(b)}"
     kinds = kind_of(a), kind_of(b)
     if kinds[0] and type(b) in (int, float) and b == 1:
-        return a
+        return pass_on(a)
     if kinds[1] and type(a) in (int, float) and a == 1:
-        return b
+        return pass_on(b)
     if kinds not in ((ACTIVATED, PRODUCT), (PRODUCT, ACTIVATED)):
         refuse_node(node)
     gate, up = (read(a), read(b)) if kinds[0] == ACTIVATED else (read(b), read(a))

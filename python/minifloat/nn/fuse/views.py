@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from ..convert.foreign_code import codes_in
 from ..convert.reads import MISSING, Record
-from .symbols import Named, refuse, refuse_operators, text_of
+from .symbols import Named, kind_of, refuse, refuse_operators, text_of
 
 CONSTANTS = (int, float, complex, bool, str, bytes, type(None), type(...), slice, torch.dtype)
 BUILTINS: dict[str, Any] = {  # without an effect
@@ -100,7 +101,8 @@ class View(Named):
         record = run_of(self).record
         for view in (self, other):
             cls = record.class_of(value_of(view))
-            if type(view) is View and record.member(cls, "__eq__") is not object.__eq__:
+            is_plain = type(view) is not View or record.member(cls, "__eq__") is object.__eq__
+            if kind_of(view) is not None or not is_plain:
                 refuse(f"compares {text_of(view)}")
         return self is other  # one view a value
 
@@ -182,3 +184,35 @@ def handles_exceptions(code: types.CodeType) -> bool:
     names = [instruction.opname for instruction in dis.get_instructions(code)]
     handlers = names.count("PUSH_EXC_INFO") - names.count("WITH_EXCEPT_START")
     return handlers > 0 or "SETUP_FINALLY" in names  # of Python 3.10
+
+
+@functools.cache
+def reason_against(code: types.CodeType) -> str | None:
+    """Returns why a run of a function's code would not show what the function does, or None.
+
+    A stand-in is another object than its value, so `is` has to compare with a constant. Nothing
+    that outlives a call may be written, by inner functions and generators too: they may run later.
+    """
+    for part in codes_in(code):
+        if handles_exceptions(part):
+            return "handles exceptions"
+        before = None
+        for step in dis.get_instructions(part):
+            kind, name = step.opname, step.argval
+            if kind in ("STORE_GLOBAL", "DELETE_GLOBAL"):
+                return f"writes the global {name}"
+            if kind in ("STORE_DEREF", "DELETE_DEREF") and name in code.co_freevars:
+                return f"writes {name} of an enclosing function"
+            if kind in ("MATCH_CLASS", "MATCH_MAPPING", "MATCH_SEQUENCE"):
+                return "matches a pattern"
+            if kind == "IS_OP" and (step.is_jump_target or not is_singleton(before)):
+                return "compares objects by `is`"
+            before = step
+    return None
+
+
+def is_singleton(step: dis.Instruction | None) -> bool:
+    """Tells whether an instruction loads a constant that is one object, such as None."""
+    if step is None or not step.opname.startswith("LOAD_CONST"):
+        return False
+    return any(step.argval is value for value in (None, True, False, ...))
