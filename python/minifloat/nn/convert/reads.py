@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +61,7 @@ class Reads(NamedTuple):
         attributes: (object, name, value): of classes, Python modules, partials and other objects.
         of_class: names that were looked up in the module's own class.
         mro: the classes of the module once it is converted, where it is an MLP (nn/fuse/mlp.py).
+        members: of the first of them, its __dict__.
     """
 
     dicts: tuple[tuple[Any, str | None, tuple[tuple[Any, Any], ...], tuple[Any, ...]], ...] = ()
@@ -72,6 +73,7 @@ class Reads(NamedTuple):
     attributes: tuple[Entry, ...] = ()
     of_class: tuple[str, ...] = ()
     mro: tuple[type, ...] = ()
+    members: Mapping[str, Any] = MappingProxyType({})
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return (type(None), ()) if any(self) else "NOTHING"

@@ -153,8 +153,9 @@ def trace_mlp(module: nn.Module, layers: dict[str, Linear]) -> tuple[Parts, Read
     graph, reads = trace(module, before, layers, VALUE_DTYPES)
     gate = graph.layers[0] if len(graph.layers) == 3 else None
     up, down = graph.layers[-2:]
-    mro = mlp_class(before).__mro__
-    return Parts(gate, up, down, graph.activation), reads._replace(mro=mro)
+    made = mlp_class(before)
+    reads = reads._replace(mro=made.__mro__, members=made.__dict__)
+    return Parts(gate, up, down, graph.activation), reads
 
 
 # ---- modules of other classes --------------------------------------------------------------------
@@ -290,6 +291,7 @@ def guard_attributes(module: MLP, parts: Parts, reads: Reads) -> None:
         if owner is None and place == "__dict__":
             for name in absent:
                 getattr(module, name, None)
+    _ = [name in reads.members for name in reads.of_class]
     for name in parts.layers:
         _ = module._modules[name].forward  # type: ignore[union-attr]
 
