@@ -7,13 +7,13 @@ from types import SimpleNamespace
 import minifloat as mf
 import pytest
 import torch
-from minifloat.moe.convert.known import COUNTED, KNOWN, is_known
+from minifloat.moe.convert.implementations import code_starts
+from minifloat.moe.convert.known import COUNTED, KNOWN, known_digest
 from minifloat.moe.convert.projections import (
     ProjectionExperts,
     compare_projections,
     register_implementation,
 )
-from minifloat.moe.convert.same_forward import code_starts
 from minifloat.nn.convert.foreign_code import code_of, digest_of
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -66,13 +66,13 @@ def test_the_table_has_the_digest_of_every_class():
     missing = []
     for name in CONVERTED:
         module = build(name)
-        if type(module).__name__ not in COMPARED and not is_known(module):
+        if type(module).__name__ not in COMPARED and not known_digest(module):
             missing.append(f'"{digest(module)}": "{name}"')
     if (
         titan := pytest.importorskip("torchtitan.models.moe.moe", exc_type=ImportError)
     ) is not None:
         module = titan.GroupedExperts(D, H, E, False)
-        if not is_known(module):
+        if not known_digest(module):
             missing.append(f'"{digest(module)}": {COUNTED}')
     assert not missing, "known.py lacks " + ", ".join(missing)
     names = {(type(m).__module__, type(m).__qualname__) for m in map(build, CONVERTED)}
@@ -82,7 +82,7 @@ def test_the_table_has_the_digest_of_every_class():
 def test_the_table_has_the_digest_of_torchtitan():
     titan = pytest.importorskip("torchtitan.models.moe.moe", exc_type=ImportError)
     module = titan.GroupedExperts(D, H, E, False)
-    assert is_known(module), f'known.py lacks "{digest(module)}" of GroupedExperts'
+    assert known_digest(module), f'known.py lacks "{digest(module)}" of GroupedExperts'
 
 
 @pytest.mark.slow  # tests/moe/test_same_experts.py visits the same code
@@ -101,9 +101,9 @@ def test_a_class_whose_code_is_patched_is_compared(monkeypatch):
     def patched(self, hidden_states, top_k_index, top_k_weights):
         return 2 * forward(self, hidden_states, top_k_index, top_k_weights)
 
-    assert is_known(build(name))
+    assert known_digest(build(name))
     monkeypatch.setattr(kind, "forward", patched)
-    assert not is_known(build(name))
+    assert not known_digest(build(name))
     why = ProjectionExperts.reason_against(build(name))
     assert why is not None
     assert why.startswith("differs from minifloat's by 0.5 of")
@@ -175,10 +175,10 @@ def test_a_known_class_with_an_activation_of_others_is_compared(name):
     build_activation, reason = FOREIGN[name]
     model = model_of(next(n for n in CLASSES if n.endswith("MixtralExperts")))
     experts = model["experts"]
-    assert is_known(experts)
+    assert known_digest(experts)
     del experts.act_fn
     experts.act_fn = build_activation()
-    assert not is_known(experts)
+    assert not known_digest(experts)
     for parameter in experts.parameters():
         parameter.data = parameter.data.sign() * 0.25
     plain = copy.deepcopy(experts)

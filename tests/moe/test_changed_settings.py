@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.moe.test_same_experts import Foreign
+from tests.support.experts import relative_error
 
 
 class Adjustable(Foreign):
@@ -257,18 +258,7 @@ class Hooked(nn.SiLU):
         self.register_forward_hook(lambda *args: args[-1].clamp(-1, 1))
 
 
-class Clamped(nn.SiLU):
-    """Differs from SiLU for large values alone, and has its class's name."""
-
-    def forward(self, x):
-        return super().forward(x.clamp(max=100))
-
-
-Clamped.__name__ = "SiLU"
-
-
 ACTIVATIONS = {
-    "clamped": (Clamped, "differs from minifloat's by"),
     "object": (Held, "changes its attribute act_fn.calls"),
     "method": (lambda: MethodType(Held.__call__, Held()), "changes its attribute act_fn"),
     "default": (lambda: counting, "could change calls"),
@@ -288,6 +278,28 @@ def test_activations_that_do_more_are_left_out(name):
     skipped = dict(mf.quantize_(model, "mxfp8", verbose=False).skipped)
     assert reason in skipped["experts.down_proj"]
     assert COUNTED == []
+
+
+class Clamped(nn.SiLU):
+    """Differs from SiLU for large values alone, and has its class's name."""
+
+    def forward(self, x):
+        return super().forward(x.clamp(max=1))
+
+
+Clamped.__name__ = "SiLU"
+
+
+def test_an_activation_with_the_name_of_another_runs_itself():
+    plain = Foreign()
+    plain.act_fn = Clamped()
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.sign() * 0.25  # exact in E4M3
+    experts = copy.deepcopy(plain)
+    recipe = "fprop=bf16*mxfp8 dgrad=bf16*bf16 wgrad=bf16*bf16"
+    mf.quantize_(nn.ModuleList([experts]), recipe, verbose=False)
+    assert hasattr(experts, "original")
+    assert relative_error(call(experts), call(plain)) < 1e-5
 
 
 def call(experts: nn.Module) -> torch.Tensor:

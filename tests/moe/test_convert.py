@@ -205,7 +205,6 @@ def test_projections_of_no_tokens_and_of_uneven_rows(act):
     experts = model[0].experts
     x, indices = torch.randn(0, D), torch.zeros(0, 2, dtype=torch.int64)
     assert experts(x, indices, torch.zeros(0, 2)).shape == (0, D)
-    assert experts(x, indices, torch.zeros(0, E)).shape == (0, D)
     with pytest.raises(ValueError, match=f"each of {E} experts, got {E + 1} rows"):
         experts(torch.randn(E + 1, D))
 
@@ -371,5 +370,3 @@ def test_transformers_experts_implementation(monkeypatch):
     weights, indices = model[0].gate(x).softmax(-1).topk(2)
     found = registered["minifloat"](experts, x, indices, weights)
     assert relative_error(found, experts(x, indices, weights)) < 1e-5
-    dense = torch.zeros(len(x), E).scatter(1, indices, weights)  # as DeepSeek-V2 passes them
-    assert torch.equal(registered["minifloat"](experts, x, indices, dense), found)

@@ -129,12 +129,12 @@ class WeightsFirst(Foreign):
 
 
 class Batches(Foreign):
-    """Tokens (B, S, D) alone, and routing weights of all experts."""
+    """Tokens (B, S, D) alone."""
 
     def forward(self, hidden_states, indices=None, scores=None):
         batch, count, dim = hidden_states.shape
         x, k = hidden_states.reshape(-1, self.dim), indices.shape[-1]
-        y = super().forward(x, indices.view(-1, k), scores.gather(1, indices.view(-1, k)))
+        y = super().forward(x, indices.view(-1, k), scores.view(-1, k))
         return y.view(batch, count, dim)
 
 
@@ -146,7 +146,7 @@ class OwnWidths(Foreign):
         self.sizes = (D, H)
 
     def forward(self, x, index, weights):
-        return super().forward(x.view(-1, self.sizes[0]), index, weights)
+        return super().forward(x.view(len(x), self.sizes[0]), index, weights)
 
 
 class EqualSizes(Foreign):

@@ -43,7 +43,14 @@ from .converted import (
     converted_class,
     keep_settings,
 )
-from .projections import ProjectionExperts, is_row_major, register_implementation
+from .implementations import reason_of_choice
+from .projections import (
+    FORMULA,
+    ProjectionExperts,
+    formula_of,
+    is_row_major,
+    register_implementation,
+)
 from .settings import SETTINGS, key_of, read_settings
 
 FORMS = (ProjectionExperts, CountedExperts, GroupedMmExperts)
@@ -133,6 +140,7 @@ def reason_of_forward(module: nn.Module, form: Form | None) -> str | None:
     parts = list(module.modules())
     key = (
         form,
+        (formula_of(module), reason_of_choice(module)) if form is ProjectionExperts else None,
         code_of(cls, *replaced).functions,
         key_of(read_settings(module, *replaced)),
         [(name, p.shape) for name, p in module.named_parameters()],
@@ -283,6 +291,8 @@ def convert(
         make_primary(module, names, choice.recipe, keep_high_precision_init, row_major)
     if form is GroupedMmExperts:
         GroupedMmExperts.number_products(module, names, products, choice.fqn)
+    if form is ProjectionExperts:
+        module.__dict__[FORMULA] = formula_of(module)
     if issubclass(form, Converted):
         module.__class__ = converted_class(type(module), form)
         keep_settings(cast(Converted, module))
@@ -294,7 +304,7 @@ def convert(
 def revert(module: nn.Module) -> None:
     """Reverts the conversion of one module, complete or not."""
     remove_products(module)
-    for name in ("_calls", SETTINGS):
+    for name in ("_calls", SETTINGS, FORMULA):
         module.__dict__.pop(name, None)
     if isinstance(module, Converted):
         module.__class__ = module.original  # type: ignore[assignment]

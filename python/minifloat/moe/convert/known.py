@@ -4,6 +4,9 @@ A class is here with the digest of each version of the code that its conversion 
 forward, its _apply_gate, and the functions that these call. Another digest is another version: the
 class is then compared as an unknown one is (same_forward.py).
 
+The digest also tells the form of the experts: which attributes a conversion reads. Any others that
+an instance has, such as a bias, are not read by the class either.
+
 tests/clients/test_transformers_experts.py compares every digest here, in full. It fails where a
 class of the installed transformers has a digest that is not here, and prints it.
 """
@@ -17,7 +20,7 @@ from torch import nn
 
 from ...nn.convert.foreign_code import code_of, digest_of, parts_of
 from ...nn.convert.reads import hook_of
-from .same_forward import code_starts
+from .implementations import code_starts
 
 # From digests to classes of transformers: X.C is transformers.models.X.modeling_X.C.
 PROJECTIONS = {
@@ -65,6 +68,9 @@ PROJECTIONS = {
     # by the class's own _apply_gate
     "ac3e7f0d7caedc2a": "step3p7.Step3p7Experts",
 }
+# Of the digests above, those of gpt-oss's clamped SwiGLU by the attributes limit and alpha, whose
+# products have biases; and whether gate and up alternate. All other classes have no biases.
+CLAMPED = {"5dbec57623bccb40": True, "50bba0463b8c2a7c": False}
 COUNTED = {"680d21803762c976": ("torchtitan.models.moe.moe", "GroupedExperts")}
 
 KNOWN = {
@@ -85,20 +91,20 @@ OF_TORCH = {
 CODE_OF_TORCH = ("torch._C._nn", "torch.nn.functional", "functools")  # functools.partial itself
 
 
-def is_known(module: nn.Module) -> bool:
-    """Tells whether a module is of a class whose code is known to compute what its form does.
+def known_digest(module: nn.Module) -> str | None:
+    """Returns the digest of a module whose class's code is known to compute what its form does.
 
-    The functions and submodules that the code calls have to be torch's or transformers' own: its
-    source says nothing about them.
+    None for any other. The functions and submodules that the code calls have to be torch's or
+    transformers' own: its source says nothing about them.
     """
     cls = type(module)
     digest = KNOWN.get((cls.__module__, cls.__qualname__))
     code = code_of(cls, *code_starts(module))
     if digest is None or digest_of(code) != digest:
-        return False
+        return None
     attributes = {**module.__dict__, **module._modules}
     called = [attributes[name] for name in code.names if callable(attributes.get(name))]
-    return all(map(is_activation, called))
+    return digest if all(map(is_activation, called)) else None
 
 
 def is_activation(value: Any) -> bool:

@@ -5,16 +5,19 @@
     row-major    (E, D, 2I)        (E, I, D)         gpt-oss, Llama 4
 
 Biases are gate_up_proj_bias (E, 2I) and down_proj_bias (E, D). The activation is SwiGLU, gpt-oss's
-clamped one where the module has alpha and limit, or any other by the module's act_fn or
-_apply_gate. same_forward.py compares all that with the module's own forward before a conversion.
+clamped one by alpha and limit, or any other by the module's act_fn or its class's _apply_gate.
+
+What of these a module's code reads is its `Formula`. known.py has it of known classes. Others are
+taken by their attributes; same_forward.py compares the result with the module's own forward.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -34,21 +37,38 @@ from ..feed_forward import (
     take_rows,
     weighted_biases,
 )
+from .calls import PROJECTION_CALLS
 from .converted import Converted
-from .known import is_known
-from .same_forward import (
+from .implementations import (
     INTERFACE,
     code_starts,
-    compare_forward,
-    expected_sum,
-    projection_kinds,
+    is_dispatched,
+    reason_of_choice,
+    reason_of_implementation,
 )
-from .settings import read_settings, require_settings
+from .known import ACTIVATIONS, CLAMPED, known_digest
+from .same_forward import compare_forward, expected_sum
+from .settings import GATE, read_settings, require_settings
 
 NAMES = ("gate_up_proj", "down_proj")
 IMPLEMENTATION = "minifloat"  # among transformers' implementations of experts
-COMPARED = "_settings_of_same_forward"  # attribute of a module whose forward was compared
-SILU = ("SiLU", "SiLUActivation")  # classes of torch and transformers
+COMPARED = "_same_forward"  # attribute of a module whose forward was compared: settings, form
+FORMULA = "_formula"  # attribute of a converted module
+
+
+class Formula(NamedTuple):
+    """What a module's code reads besides its two matrices and act_fn.
+
+    Args:
+        clamped: gpt-oss's clamped SwiGLU, by the attributes limit and alpha at the conversion;
+            None: the class's _apply_gate where it has one, else act_fn(gate) * up.
+        biases: whether the products have biases.
+        dispatched: whether a model of transformers chooses which function runs.
+    """
+
+    clamped: Gate | None
+    biases: bool
+    dispatched: bool
 
 
 def is_row_major(module: nn.Module) -> bool | None:
@@ -61,16 +81,37 @@ def is_row_major(module: nn.Module) -> bool | None:
     return True if gate_up[2] == 2 * down[1] and gate_up[1] == down[2] else None
 
 
-def gate_of(module: nn.Module) -> Gate | None:
+def formula_of(module: Any) -> Formula:
+    """Returns the form of a module that is not converted."""
+    digest = known_digest(module)
+    if digest is not None:
+        has_gate, interleaved = digest in CLAMPED, CLAMPED.get(digest, False)
+        biases = has_gate
+    else:
+        has_gate = all(is_number(getattr(module, name, None)) for name in ("limit", "alpha"))
+        interleaved = not getattr(module, "is_concatenated", False)  # transformers' attribute
+        biases = any(getattr(module, f"{name}_bias", None) is not None for name in NAMES)
+    clamped = Gate(float(module.limit), float(module.alpha), interleaved) if has_gate else None
+    return Formula(clamped, biases, is_dispatched(module))
+
+
+def is_number(value: object) -> bool:
+    return isinstance(value, (int, float))
+
+
+def gate_of(module: nn.Module, form: Formula) -> Gate | None:
     """Returns the form of the module's SwiGLU; None for another activation."""
-    limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", None)
-    if isinstance(limit, (int, float)) and isinstance(alpha, (int, float)):
-        is_interleaved = not getattr(module, "is_concatenated", False)  # transformers' attribute
-        return Gate(float(limit), float(alpha), is_interleaved)
     act = getattr(module, "act_fn", None)
-    if hasattr(module, "_apply_gate") or (isinstance(act, nn.Module) and runs_more(act)):
-        return None
-    return Gate() if act is F.silu or type(act).__name__ in SILU else None
+    if form.clamped is not None or hasattr(type(module), GATE):
+        return form.clamped
+    is_silu = act is F.silu or (is_silu_module(act) and not runs_more(act))
+    return Gate() if is_silu else None
+
+
+def is_silu_module(act: object) -> TypeGuard[nn.Module]:
+    """Tells whether a module is torch's SiLU, or transformers', without importing that."""
+    cls = type(act)
+    return cls is nn.SiLU or (cls.__name__, cls.__module__) == ("SiLUActivation", ACTIVATIONS)
 
 
 def runs_more(module: nn.Module) -> bool:
@@ -82,15 +123,21 @@ def runs_more(module: nn.Module) -> bool:
 
 def activate(module: Any, gate_up: Tensor) -> Tensor:
     """Returns the module's own activation of gate and up."""
-    if hasattr(module, "_apply_gate"):
+    if hasattr(type(module), GATE):
         return module._apply_gate(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return module.act_fn(gate) * up
 
 
-def routing_of(arguments: Iterable[object]) -> tuple[Tensor, Tensor] | None:
+def routing_of(arguments: Sequence[object]) -> tuple[Tensor, Tensor] | None:
     """Returns indices and weights, in whatever order; None where the call has neither."""
     given = [value for value in arguments if isinstance(value, Tensor)]
+    others = [value for value in arguments if not isinstance(value, Tensor) and value is not None]
+    if others:
+        raise TypeError(
+            "experts: expected the experts of each token and their weights as tensors, got "
+            f"{others[0]!r}"
+        )
     indices = [t for t in given if not t.is_floating_point()]
     weights = [t for t in given if t.is_floating_point()]
     if not given:
@@ -104,39 +151,42 @@ def routing_of(arguments: Iterable[object]) -> tuple[Tensor, Tensor] | None:
 
 
 def run_projections(
-    module: nn.Module, hidden_states: Tensor, *args: object, **kwargs: object
+    module: nn.Module, form: Formula, hidden_states: Tensor, *args: object, **kwargs: object
 ) -> Tensor:
     """Computes the module's experts.
 
     Args:
         module: it has gate_up_proj and down_proj.
+        form: what else its code reads.
         hidden_states: (…, D), tokens; without routing, rows of equally many for each expert.
-        args, kwargs: the experts of each token (T, k), integers, and weights (T, k) or (T, E),
+        args, kwargs: the experts of each token (T, k), integers, and their weights (T, k),
             floating, in any order.
 
     Returns:
         The shape and dtype of hidden_states.
 
     Raises:
-        TypeError: the other tensors are not one of integers and one of floating numbers.
-        ValueError: rows without routing are not equally many for each expert.
+        TypeError: the other arguments are not a tensor of integers and one of floating numbers.
+        ValueError: the weights are not of the experts' shape; rows without routing are not equally
+            many for each expert.
     """
     require_no_tangents(type(module).__name__, (hidden_states, *module.parameters()))
     with nn.utils.parametrize.cached() if is_parametrized(module) else nullcontext():
-        return multiply_projections(module, hidden_states, routing_of((*args, *kwargs.values())))
+        routing = routing_of((*args, *kwargs.values()))
+        return multiply_projections(module, form, hidden_states, routing)
 
 
 def multiply_projections(
-    module: nn.Module, hidden_states: Tensor, routing: tuple[Tensor, Tensor] | None
+    module: nn.Module, form: Formula, hidden_states: Tensor, routing: tuple[Tensor, Tensor] | None
 ) -> Tensor:
     """Computes the module's experts, of parameters or of what parametrizations make of them."""
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     x = x.to(compute_dtype(x))
-    row_major, gate = bool(is_row_major(module)), gate_of(module)
+    row_major, gate = bool(is_row_major(module)), gate_of(module, form)
     inputs = call_of(module, NAMES[0], x, row_major)
     output = call_of(module, NAMES[1], x, row_major, needs_columnwise=True)
     w13, w2 = (matrix_of(getattr(module, name), row_major) for name in NAMES)
-    b13, b2 = (getattr(module, f"{name}_bias", None) for name in NAMES)
+    b13, b2 = biases_of(module, form)
     if routing is None:
         offs = ends_of_even_groups(x, w2.shape[0])
         gate_up = inputs.multiply(x, w13, offs, None, b13)
@@ -147,9 +197,7 @@ def multiply_projections(
             h = ops.swiglu(gate_up, None, ones, **gate._asdict())
         y = output.multiply(h, w2, offs, None, b2)
     else:
-        indices, scores = (t.reshape(x.shape[0], columns_of(t, x)) for t in routing)
-        if scores.shape != indices.shape:  # of all experts
-            scores = scores.gather(1, indices.clamp(0, scores.shape[1] - 1).long())
+        indices, scores = rows_of(routing, x)
         order = order_rows(indices, w2.shape[0])
         if gate is not None:
             products = Products(gate, (inputs, output), (w13, w2), (b13,), b2)
@@ -164,10 +212,25 @@ def multiply_projections(
     return y.view(hidden_states.shape).to(hidden_states.dtype)
 
 
-def columns_of(routing: Tensor, x_TD: Tensor) -> int:
-    """Returns the columns of a tensor of routing that has T rows; of no tokens, its last size."""
+def biases_of(module: nn.Module, form: Formula) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the biases of both products, None where the module's code adds none."""
+    if not form.biases:
+        return None, None
+    b13, b2 = (getattr(module, f"{name}_bias", None) for name in NAMES)
+    return b13, b2
+
+
+def rows_of(routing: tuple[Tensor, Tensor], x_TD: Tensor) -> list[Tensor]:
+    """Returns indices and weights as (T, k) each."""
     tokens = x_TD.shape[0]
-    return routing.numel() // tokens if tokens else routing.shape[-1]
+    columns = [t.numel() // tokens if tokens else t.shape[-1] for t in routing]
+    if columns[0] != columns[1]:
+        indices, weights = (tuple(t.shape) for t in routing)
+        raise ValueError(
+            f"experts: expected a weight for each of a token's experts {indices}, got weights of "
+            f"shape {weights}"
+        )
+    return [t.reshape(tokens, columns[0]) for t in routing]
 
 
 def ends_of_even_groups(rows: Tensor, experts: int) -> Tensor:
@@ -181,27 +244,26 @@ def ends_of_even_groups(rows: Tensor, experts: int) -> Tensor:
     return ends * (rows.shape[0] // experts)
 
 
-def expected_projections(module: nn.Module, hidden_states: Tensor, *args: Tensor) -> Tensor:
+def expected_projections(
+    form: Formula, module: nn.Module, hidden_states: Tensor, *args: Tensor
+) -> Tensor:
     """Returns what run_projections returns, in float64."""
     routing, row_major = routing_of(args), bool(is_row_major(module))
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     matrices = [getattr(module, name) for name in NAMES]
     matrices = matrices if row_major else [matrix.mT for matrix in matrices]
-    biases = [getattr(module, f"{name}_bias", None) for name in NAMES]
     experts = matrices[1].shape[0]
     if routing is None:
         indices = torch.arange(x.shape[0])[:, None] // (x.shape[0] // experts)
         scores = torch.ones_like(indices, dtype=torch.float32)
     else:
-        indices, scores = (t.reshape(x.shape[0], columns_of(t, x)) for t in routing)
-        if scores.shape != indices.shape:  # of all experts
-            scores = scores.gather(1, indices.clamp(0, scores.shape[1] - 1).long())
-    gate_form = gate_of(module)
+        indices, scores = rows_of(routing, x)
+    gate = gate_of(module, form)
 
     def activation(gate_up: Tensor) -> Tensor:
-        return activate(module, gate_up) if gate_form is None else swiglu(gate_up, gate_form)
+        return activate(module, gate_up) if gate is None else swiglu(gate_up, gate)
 
-    y = expected_sum(x, matrices, biases, activation, indices, scores)
+    y = expected_sum(x, matrices, biases_of(module, form), activation, indices, scores)
     return y.view(hidden_states.shape)
 
 
@@ -225,7 +287,11 @@ class ProjectionExperts(Converted):
 
     @staticmethod
     def reason_against(module: nn.Module) -> str | None:
-        return None if is_known(module) else compare_projections(module)
+        if GATE in module.__dict__:
+            return f"may call {GATE}, which is replaced on the instance"
+        if (why := reason_of_choice(module)) is not None:
+            return why
+        return None if known_digest(module) is not None else compare_projections(module)
 
     @staticmethod
     def replaced(module: nn.Module) -> tuple[Callable[..., object], ...]:
@@ -233,13 +299,19 @@ class ProjectionExperts(Converted):
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         require_settings(self)
-        return run_projections(self, hidden_states, *args, **kwargs)
+        form: Formula = self.__dict__[FORMULA]
+        if form.dispatched and (why := reason_of_implementation(self)) is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}: expected an experts implementation of transformers or "
+                f"minifloat, got a config that {why}; call mf.restore_ before such a change"
+            )
+        return run_projections(self, form, hidden_states, *args, **kwargs)
 
 
 def compare_projections(module: nn.Module) -> str | None:
     """Returns how a module's forward differs from run_projections; None: not at all."""
-    row_major = bool(is_row_major(module))
-    return compare_forward(module, NAMES[1], row_major, expected_projections, [*projection_kinds()])
+    expect = partial(expected_projections, formula_of(module))
+    return compare_forward(module, NAMES[1], bool(is_row_major(module)), expect, PROJECTION_CALLS)
 
 
 # ---- transformers' interface ---------------------------------------------------------------------
@@ -253,8 +325,8 @@ def run_chosen(module: nn.Module, hidden_states: Tensor, *args: object, **kwargs
         RuntimeError: compiled code contains the first call. Without fullgraph=True torch then runs
             that call uncompiled.
     """
-    compared = getattr(module, COMPARED, None)
-    if compared is None or first_change(compared, module) is not None:
+    settings, form = module.__dict__.get(COMPARED, (None, None))
+    if settings is None or first_change(settings, module) is not None:
         if torch.compiler.is_compiling():
             raise RuntimeError(
                 f"experts implementation {IMPLEMENTATION!r}: expected a first call of "
@@ -266,8 +338,9 @@ def run_chosen(module: nn.Module, hidden_states: Tensor, *args: object, **kwargs
                 f"experts implementation {IMPLEMENTATION!r}: expected experts that minifloat can "
                 f"compute, got {type(module).__name__}, whose forward {why}; choose 'eager'"
             )
-        setattr(module, COMPARED, read_settings(module, *code_starts(module)))
-    return run_projections(module, hidden_states, *args, **kwargs)
+        form = formula_of(module)
+        setattr(module, COMPARED, (read_settings(module, *code_starts(module)), form))
+    return run_projections(module, form, hidden_states, *args, **kwargs)
 
 
 def register_implementation() -> bool:

@@ -13,9 +13,10 @@ a formula in float64 on a second copy (nn/convert/same_result.py). Tests compare
 this library's ops. Compared are the results, all gradients, and the copy before and after.
 
 Calls have token counts on both sides of 64, 128 and 1,024, and magnitudes of x from 2^-10 to 2^10,
-in training and in evaluation. The copies have small matrices, so all calls take about a second.
-Code that fails or differs with these sizes runs again with the module's own sizes, where a matrix
-has at most MOST_ELEMENTS / 3 elements.
+in training and in evaluation; then other numbers of slots and shapes of arguments, bfloat16, and
+autocast (calls.py). Code may refuse those by an error. The copies have small matrices, so all calls
+take about a second. Code that fails or differs with these sizes runs again with the module's own
+sizes, where a matrix has at most MOST_ELEMENTS / 3 elements.
 
 Each comparison returns None where results are the same. Otherwise it returns how they differ, as
 the end of a sentence that begins with "whose forward".
@@ -23,10 +24,10 @@ the end of a sentence that begins with "whose forward".
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -38,18 +39,14 @@ from ...nn.convert.foreign_code import code_of, parts_of, reason_unsafe
 from ...nn.convert.reads import hook_of
 from ...nn.convert.replica import CannotCopyError, replica, seeded
 from ...nn.convert.same_result import Trial, isolated
+from .calls import Call
+from .implementations import code_starts, own_forward
 
-INTERFACE = "transformers.integrations.moe"
-OWN = ("transformers", "minifloat")  # implementations of these packages stand for the eager forward
-
-SLOTS = 2
 DIM, HIDDEN, EXPERTS = 40, 24, 4  # of small replicas; D >= I: each hidden element reaches y
 MOST_ELEMENTS = 2**20  # of a replica's matrices at their own widths, so that it takes seconds
 COUNTS = (63, 65, 127, 129, 1023, 1025)  # of tokens
 MAGNITUDES = (2.0**-10, 2.0**-5, 1.0, 2.0**5, 2.0**10, 0.0)  # of x; 0: one after the other, by row
-
-# (count of tokens, magnitude, D, E) -> arguments of a call
-Arguments = Callable[[int, float, int, int], tuple[Tensor, ...]]
+ROUNDED_COUNTS = (31, 65)
 
 # ---- whole forwards ------------------------------------------------------------------------------
 
@@ -60,14 +57,16 @@ def compare_forward(
     down: str,
     row_major: bool,
     expect: Callable[..., Tensor],
-    kinds: Sequence[Arguments],
+    calls: Sequence[Call],
+    **settings: object,
 ) -> str | None:
     """Compares a module's forward on replicas of small widths, then of the module's own.
 
     Args:
         down: the name of the matrices (E, D, I), or (E, I, D) where they are row-major.
         expect: (replica, *arguments) -> what this library's ops return, computed in float64.
-        kinds: ways to call the forward. One has to fit its signature and give the same result.
+        calls: ways to call the forward. One has to fit its signature and give the same result.
+        settings: attributes of the replicas.
     """
     why = reason_not_to_run(module)
     if why is not None:
@@ -87,59 +86,133 @@ def compare_forward(
         except CannotCopyError as error:
             return str(error)
         for model in pair:
-            model.use_grouped_mm = False  # of torchtitan: products in float32, not in bf16
+            vars(model).update(settings)
             shape = tuple(model.get_parameter(down).shape)
             model._parameters[down] = one_to_one(shape, row_major)
-        why = compare_replicas(pair, down, row_major, expect, kinds)
+        experts, *widths = shape
+        size = widths[1 if row_major else 0], experts
+        why = Comparison(pair, own_forward(module), expect, size).difference(calls)
         if why is None:
             return None
         found = found or why
     return found
 
 
-def compare_replicas(
-    pair: Sequence[nn.Module],
-    down: str,
-    row_major: bool,
-    expect: Callable[..., Tensor],
-    kinds: Sequence[Arguments],
-) -> str | None:
-    """Compares the forward of one replica with what is expected of the other."""
-    theirs, ours = pair
-    experts, *sizes = theirs.get_parameter(down).shape
-    dim, run, found = sizes[1 if row_major else 0], own_forward(theirs), []
+@dataclass
+class Comparison:
+    """Two replicas: one whose forward runs, and one for what is expected of it.
 
-    def trial(arguments: tuple[Tensor, ...], gradients: bool = True) -> str | None:
-        call = Trial(theirs, ours, run, expect, arguments, needs_gradients=gradients)
-        return call.difference()
+    Args:
+        pair: the replicas.
+        run: (replica, *arguments) -> what the module's own code returns.
+        expect: (replica, *arguments) -> what is expected of it.
+        size: D, E.
+    """
 
-    for kind in kinds:
-        arguments = kind(16, 0.0, dim, experts)
-        if not takes(run, theirs, *arguments):
-            continue
-        found.append(trial(arguments))
-        if found[-1] is None:
-            break
-    else:
-        ran = [text for text in found if text is not None and not text.startswith("cannot")]
-        signature = inspect.signature(partial(run, theirs))
-        return (ran or found or [f"takes {signature}, which no known call fits"])[0]
-    why = trial(arguments, gradients=False) or compare_strangers(trial, arguments, experts)
-    if why is not None:
-        return why
-    in_training = [(True, *size) for size in itertools.product(COUNTS, MAGNITUDES)]
-    sizes_in_evaluation = [(count, 0.0) for count in COUNTS] + [(COUNTS[1], m) for m in MAGNITUDES]
-    for mode, count, magnitude in [(False, *size) for size in sizes_in_evaluation] + in_training:
-        for model in pair:
+    pair: Sequence[nn.Module]
+    run: Callable[..., object]
+    expect: Callable[..., Tensor]
+    size: tuple[int, int]
+
+    def difference(self, calls: Sequence[Call]) -> str | None:
+        """Returns how the forward differs, in any call that it takes; None: in none."""
+        found = []
+        for call in calls:
+            arguments = call.arguments(15, 0.0, *self.size)
+            if not takes(self.run, self.pair[0], *arguments):
+                continue
+            found.append(self.trial(arguments))
+            if found[-1] is None:
+                break
+        else:
+            ran = [text for text in found if text is not None and not is_refused(text)]
+            signature = inspect.signature(partial(self.run, self.pair[0]))
+            return (ran or found or [f"takes {signature}, which no known call fits"])[0]
+        arguments = call.arguments(16, 0.0, *self.size)
+        return (
+            self.trial(arguments, needs_gradients=False)
+            or compare_strangers(self.trial, arguments, self.size[1])
+            or self.difference_of_sizes(call)
+            or self.difference_of_calls(call)
+            or self.difference_of_dtypes(call)
+        )
+
+    def trial(self, arguments: Sequence[Tensor], **options: Any) -> str | None:
+        """Compares one call."""
+        run = options.pop("run", self.run)
+        theirs, ours = self.pair
+        return Trial(theirs, ours, run, self.expect, arguments, **options).difference()
+
+    def train(self, mode: bool) -> None:
+        for model in self.pair:
             model.train(mode)
-        why = trial(kind(count, magnitude, dim, experts))
-        if why is not None:
-            return f"{why} ({count} tokens of magnitude {magnitude or 'various'})"
-    return None
+
+    def difference_of_sizes(self, call: Call) -> str | None:
+        """Compares counts of tokens and magnitudes, in both modes."""
+        in_training = [(True, *size) for size in itertools.product(COUNTS, MAGNITUDES)]
+        in_evaluation = [(False, count, 0.0) for count in COUNTS]
+        in_evaluation += [(False, COUNTS[1], magnitude) for magnitude in MAGNITUDES]
+        for mode, count, magnitude in in_evaluation + in_training:
+            self.train(mode)
+            why = self.trial(call.arguments(count, magnitude, *self.size))
+            if why is not None:
+                return f"{why} ({count} tokens of magnitude {magnitude or 'various'})"
+        return None
+
+    def difference_of_calls(self, call: Call) -> str | None:
+        """Compares other shapes of arguments, which the code may refuse."""
+        for name, other in call.others(self.size[1]):
+            arguments = other.arguments(16, 0.0, *self.size)
+            if takes(self.run, self.pair[0], *arguments):
+                why = self.trial(arguments)
+                if why is not None and not is_refused(why):
+                    return f"{why} (of {name})"
+        return None
+
+    def difference_of_dtypes(self, call: Call) -> str | None:
+        """Compares calls under autocast, then in bfloat16, which the code may refuse.
+
+        The result of several dtypes has one of them, which is not compared.
+        """
+
+        def run(model: nn.Module, x: Tensor, *args: Tensor) -> object:
+            y = self.run(model, x, *args)
+            return y.to(x.dtype) if isinstance(y, Tensor) else y
+
+        def run_autocast(*arguments: Any) -> object:
+            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+                return run(*arguments)
+
+        def difference(name: str, *dtypes: torch.dtype, **options: Any) -> str | None:
+            for mode, count in itertools.product((False, True), ROUNDED_COUNTS):
+                self.train(mode)
+                x, *rest = call.arguments(count, 0.0, *self.size)
+                routing = [t.to(dtypes[-1]) if t.is_floating_point() else t for t in rest]
+                arguments = [x.to(dtypes[0]), *routing]
+                why = self.trial(arguments, is_rounded=True, **options)
+                if why is not None and not is_refused(why):
+                    return f"{why} ({name})"
+            return None
+
+        why = difference("under autocast", torch.float32, run=run_autocast)
+        for model in self.pair:
+            for tensor in [*model.parameters(), *model.buffers()]:
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(torch.bfloat16)
+        return (
+            why
+            or difference("in bfloat16", torch.bfloat16)
+            or difference("in bfloat16, routed in float32", torch.bfloat16, torch.float32, run=run)
+        )
+
+
+def is_refused(why: str) -> bool:
+    """Tells whether code raised an error, and so computed nothing else than expected."""
+    return why.startswith("cannot run")
 
 
 def compare_strangers(
-    trial: Callable[..., str | None], arguments: tuple[Tensor, ...], experts: int
+    trial: Callable[..., str | None], arguments: Sequence[Tensor], experts: int
 ) -> str | None:
     """Compares calls in which some tokens are routed to an expert that does not exist.
 
@@ -147,13 +220,12 @@ def compare_strangers(
     an expert returns its token, for example. Code that raises an error for them is not compared.
     """
     for i, indices in enumerate(arguments):
-        is_index = not indices.is_floating_point() and indices.dim() == 2
-        is_dense = any(a.shape[-1] == experts != indices.shape[-1] for a in arguments[1:])
-        for number in (experts, experts + 1) if is_index and not is_dense else ():
+        is_index = not indices.is_floating_point() and indices.dim() > 1
+        for number in (experts, experts + 1) if is_index else ():
             changed = indices.clone()
-            changed[::5, 0] = number
-            why = trial((*arguments[:i], changed, *arguments[i + 1 :]), gradients=False)
-            if why is not None and not why.startswith("cannot"):
+            changed.view(-1, indices.shape[-1])[::5, 0] = number
+            why = trial([*arguments[:i], changed, *arguments[i + 1 :]], needs_gradients=False)
+            if why is not None and not is_refused(why):
                 return f"{why} (of a slot whose expert's number is {number} of {experts})"
     return None
 
@@ -192,38 +264,6 @@ def one_to_one(shape: tuple[int, ...], row_major: bool) -> nn.Parameter:
     return nn.Parameter(matrices.mT.contiguous() if row_major else matrices, requires_grad=False)
 
 
-def own_forward(module: nn.Module) -> Callable[..., object]:
-    """Returns the forward of the module's class.
-
-    transformers has several implementations of one forward, from which a model chooses. All of its
-    own compute the same, so the eager one is returned. Where the model has chosen one of another
-    package, that one is returned.
-    """
-    forward: Any = class_of(module).forward
-    if getattr(forward, "__globals__", {}).get("__name__") != INTERFACE:
-        return forward
-    chosen = foreign_implementation(getattr(module.config, "_experts_implementation", None))
-    return forward.__wrapped__ if chosen is None else chosen
-
-
-def class_of(module: nn.Module) -> type[nn.Module]:
-    """Returns a module's class, before a conversion of the module."""
-    return getattr(type(module), "original", type(module))
-
-
-def foreign_implementation(name: object) -> Callable[..., object] | None:
-    """Returns an implementation of experts by its name; None for transformers' and minifloat's."""
-    chosen = importlib.import_module(INTERFACE).ALL_EXPERTS_FUNCTIONS.get(name)
-    is_own = chosen is None or chosen.__module__.partition(".")[0] in OWN
-    return None if is_own else chosen
-
-
-def code_starts(module: nn.Module) -> tuple[Callable[..., object], ...]:
-    """Returns the functions of a class that its conversion replaces or calls."""
-    gate = getattr(class_of(module), "_apply_gate", None)
-    return (own_forward(module), *([gate] if callable(gate) else []))
-
-
 def takes(forward: Callable[..., object], *arguments: object) -> bool:
     """Tells whether a function takes these arguments."""
     try:
@@ -231,64 +271,6 @@ def takes(forward: Callable[..., object], *arguments: object) -> bool:
     except TypeError:
         return False
     return True
-
-
-def tokens(count: int, dim: int, magnitude: float) -> Tensor:
-    """Returns tokens (T, D) of one magnitude; for 0, of six magnitudes in turn.
-
-    The large ones reach the limits of activations that clamp.
-    """
-    x = seeded((count, dim), 1)
-    if magnitude:
-        return x * magnitude
-    scales = torch.tensor([2.0**-10, 0.25, 1.0, 4.0, 16.0, 2.0**10], dtype=torch.float32)
-    return x * scales[torch.arange(count) % len(scales)][:, None]
-
-
-def counted_call(count: int, magnitude: float, dim: int, experts: int) -> tuple[Tensor, ...]:
-    """Returns arguments of torchtitan's experts: rows, and how many of them each expert has.
-
-    The last three rows belong to no expert. The second expert has none.
-    """
-    counts = torch.full((experts,), count // experts)
-    counts[1:2] = 0
-    counts[0] += count - int(counts.sum())
-    return tokens(count + 3, dim, magnitude), counts
-
-
-def projection_kinds() -> Iterator[Arguments]:
-    """Yields the ways to call Hugging Face's experts.
-
-    Tokens are (T, D) or (1, T, D). The experts of each token and their weights follow, in either
-    order; weights are (T, k), or (T, E) with zeros. The last way has tokens alone, of which each
-    expert has equally many, one expert after the other.
-    """
-
-    def call(
-        count: int,
-        magnitude: float,
-        dim: int,
-        experts: int,
-        *,
-        swap: bool,
-        dense: bool,
-        batch: bool,
-    ) -> tuple[Tensor, ...]:
-        numbers, slots = torch.arange(count), min(SLOTS, experts)
-        first = numbers * 3 % experts
-        second = (first + 1 + numbers % max(experts - 1, 1)) % experts
-        indices = torch.stack([first, second], 1)[:, :slots]
-        weights = (seeded((count, slots), 2).abs() + 1) / 4
-        if dense:
-            zeros = torch.zeros(count, experts, dtype=torch.float32)
-            weights = zeros.scatter_(1, indices, weights)
-        x = tokens(count, dim, magnitude)
-        routing = (weights, indices) if swap else (indices, weights)
-        return (x[None] if batch else x, *routing)
-
-    for dense, swap, batch in itertools.product((False, True), (False, True), (False, True)):
-        yield partial(call, swap=swap, dense=dense, batch=batch)
-    yield lambda count, scale, dim, experts: (tokens(-(-count // experts) * experts, dim, scale),)
 
 
 # ---- formulas ------------------------------------------------------------------------------------

@@ -43,15 +43,13 @@ from ...nn.convert.reads import (
     text_of,
 )
 from ...nn.fuse.views import handles_exceptions
-from .same_forward import class_of, foreign_implementation
+from .implementations import class_of
 
 SETTINGS = "_settings"  # attribute of a converted module
-IMPLEMENTATION = "_experts_implementation"  # of transformers, in the config
 ACTIVATION = "act_fn"  # a child that the conversion calls as the module's own forward does
 GATE = "_apply_gate"  # a method that the conversion calls in place of act_fn
-CONVERSION = (GATE, "alpha", "is_concatenated", "limit")  # what it reads of any module
 # The mode, and which of several implementations of one computation runs.
-NOT_SETTINGS = {"training", "forward", "__class__", "__dict__", "use_grouped_mm", IMPLEMENTATION}
+NOT_SETTINGS = {"training", "forward", "__class__", "use_grouped_mm"}
 # Functions that torchtitan replaces by compiled ones, of the same code, after a conversion.
 COMPILED_IN_PLACE = {"_run_experts_for_loop", "_run_experts_grouped_mm"}
 DEPTH = 4  # of attributes within attributes
@@ -84,12 +82,8 @@ def read_settings(module: nn.Module, *replaced: Callable[..., object]) -> Reads:
         if isinstance(method, FunctionType) and inspect.unwrap(method) in code.functions:
             settings.attribute(cls, name, method)
     settings.note_module(module, cls, names, 0)
-    for name in CONVERSION:
-        settings.item_of(module, "__dict__", name)
+    settings.item_of(module, "__dict__", GATE)
     settings.attribute(cls, GATE, getattr(cls, GATE, MISSING))
-    config = getattr(module, "config", None)
-    if (chosen := getattr(config, IMPLEMENTATION, MISSING)) is not MISSING:
-        settings.attribute(config, IMPLEMENTATION, chosen)  # compared last
     return settings.reads()
 
 
@@ -237,8 +231,6 @@ def require_settings(module: nn.Module) -> None:
     if change is None:
         return
     owner, name, value, got = change
-    if name == IMPLEMENTATION and foreign_implementation(got) is None:
-        return
     values = "another value"
     if not torch.compiler.is_compiling():  # in which a value may have no text
         is_hook = name == NO_HOOKS
