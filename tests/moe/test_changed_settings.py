@@ -23,7 +23,8 @@ class Adjustable(Foreign):
         self.config = SimpleNamespace(scale=1.0, unread=1)
 
     def weighted(self, y, weights):
-        assert all(hasattr(self, name) for name in ("down_proj", "hidden"))
+        assert hasattr(self, "down_proj")
+        assert hasattr(self, "hidden")
         y = y * self.factor * getattr(self, "late", 1.0) * self.config.scale
         if self.drop.p:
             y = self.drop(y)

@@ -41,6 +41,7 @@ from ...nn.convert.replica import CannotCopyError, replica, seeded
 from ...nn.convert.same_result import Trial, isolated
 from .calls import Call
 from .implementations import code_starts, own_forward
+from .settings import unwatched_setting
 
 DIM, HIDDEN, EXPERTS = 40, 24, 4  # of small replicas; D >= I: each hidden element reaches y
 MOST_ELEMENTS = 2**20  # of a replica's matrices at their own widths, so that it takes seconds
@@ -68,7 +69,7 @@ def compare_forward(
         calls: ways to call the forward. One has to fit its signature and give the same result.
         settings: attributes of the replicas.
     """
-    why = reason_not_to_run(module)
+    why = reason_not_to_run(module) or unwatched_setting(module, *code_starts(module))
     if why is not None:
         return why
     weight = module.get_parameter(down)

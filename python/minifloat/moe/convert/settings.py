@@ -29,7 +29,9 @@ from ...nn.convert.foreign_code import (
     code_of,
     codes_in,
     is_followed,
+    is_watched,
     parts_of,
+    reason_unwatched,
 )
 from ...nn.convert.reads import (
     MISSING,
@@ -73,6 +75,17 @@ def read_settings(module: nn.Module, *replaced: Callable[..., object]) -> Reads:
         module: the module, converted or not.
         replaced: the functions.
     """
+    return settings_of(module, *replaced).reads()
+
+
+def unwatched_setting(module: nn.Module, *replaced: Callable[..., object]) -> str | None:
+    """Returns why a later change of what functions read could not be seen; None where it is."""
+    why = reason_unwatched(code_of(class_of(module), *replaced, attributes=module.__dict__))
+    return why or settings_of(module, *replaced).unwatched
+
+
+def settings_of(module: nn.Module, *replaced: Callable[..., object]) -> Settings:
+    """Follows what functions of a module's class read."""
     cls = class_of(module)
     settings = Settings(module, cls)
     code = code_of(cls, *replaced, attributes=module.__dict__)
@@ -84,7 +97,7 @@ def read_settings(module: nn.Module, *replaced: Callable[..., object]) -> Reads:
     settings.note_module(module, cls, names, 0)
     settings.item_of(module, "__dict__", GATE)
     settings.attribute(cls, GATE, getattr(cls, GATE, MISSING))
-    return settings.reads()
+    return settings
 
 
 class Settings(Record):
@@ -92,12 +105,13 @@ class Settings(Record):
 
     def __init__(self, module: nn.Module, cls: type) -> None:
         super().__init__(module, cls, snapshot)
-        self.seen: dict[int, object] = {id(module): module}
+        self.seen: dict[tuple[int, Names | None], object] = {(id(module), None): module}
+        self.unwatched: str | None = None  # what the code could read whose changes are not seen
 
-    def is_new(self, value: object) -> bool:
-        """Tells whether a value is seen for the first time."""
+    def is_new(self, value: object, names: Names | None = None) -> bool:
+        """Tells whether a value is seen for the first time, by code with these names."""
         count = len(self.seen)
-        self.seen.setdefault(id(value), value)
+        self.seen.setdefault((id(value), names), value)
         return len(self.seen) > count
 
     def note_code(self, code: Code) -> Names:
@@ -122,11 +136,24 @@ class Settings(Record):
     def note_parts(self, whole: Any, names: Names, depth: int) -> None:
         """Records what the code could read of objects: of a value itself, or of a container's."""
         for value in parts_of(whole):
-            if isinstance(value, WHOLE) or value is MISSING or depth > DEPTH:
+            if value is MISSING:
+                continue
+            if not is_watched(value):
+                self.unwatched = (
+                    self.unwatched
+                    or f"reads {type(value).__name__} objects, whose changes are not seen"
+                )
+            if isinstance(value, WHOLE):
+                continue
+            if depth > DEPTH:
+                self.unwatched = (
+                    self.unwatched
+                    or f"reads attributes that are nested deeper than {DEPTH} objects"
+                )
                 continue
             if isinstance(value, nn.Module):
                 self.note_called(value, depth, is_called=False)
-            elif not self.is_new(value) or type(value) in (dict, partial, *CONTAINERS):
+            elif not self.is_new(value, names) or type(value) in (dict, partial, *CONTAINERS):
                 continue
             elif isinstance(value, MethodType):
                 self.note_parts(value.__self__, names, depth)
@@ -147,6 +174,11 @@ class Settings(Record):
                 self.note_parts(value, names, depth + 1)
             elif isinstance(owner, type):  # a classmethod, which each read binds anew
                 self.member(owner, name)
+            elif is_followed(value if callable(value) else type(value)):
+                kind = type(owner).__name__
+                self.unwatched = (
+                    self.unwatched or f"reads {name} of a {kind}, which each read makes anew"
+                )
 
     def note_module(self, module: nn.Module, cls: type, names: Names, depth: int) -> None:
         """Records attributes and children of a module, and members of its class."""

@@ -2,6 +2,7 @@
 
     code_of           the functions that a forward reaches, and the names in them
     digest_of         a digest of their sources, by which a class is known again
+    reason_unwatched  why a later change of what they read could not be seen
     reason_unsafe     why a run of them on a copy could change something that is no part of the copy
 
 Functions are followed by name: through the class and its bases, their modules' globals, their
@@ -22,7 +23,15 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import partial
-from types import BuiltinFunctionType, CodeType, FunctionType, MappingProxyType, ModuleType
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MappingProxyType,
+    MethodType,
+    ModuleType,
+    SimpleNamespace,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -61,7 +70,10 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
 def is_followed(value: object, others: set[str] = NOT_FOLLOWED) -> bool:
     """Tells whether a function, class or module is another library's, or the caller's."""
     name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    return (name or "").partition(".")[0] not in others
+    # functools.wraps copies __module__, but not where the code is.
+    scope = value.__globals__ if isinstance(value, FunctionType) else {}
+    names = (name, scope.get("__name__", name))
+    return any((name or "").partition(".")[0] not in others for name in names)
 
 
 def parts_of(value: object) -> Iterator[object]:
@@ -149,6 +161,61 @@ def digest_of(code: Code) -> str | None:
         return None
     text = "\n".join(sorted({source for source in sources if source is not None} | code.bound))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ---- what code reads by ways that its names do not tell ------------------------------------------
+
+# Names by which code reads what has no name in it, or a setting of torch that no comparison varies.
+UNWATCHED = {
+    *("globals", "locals", "vars", "eval", "exec", "__import__", "import_module", "__dict__"),
+    *("__getattribute__", "__getattr__", "__globals__", "__closure__", "_getframe", "environ"),
+    *("getenv", "attrgetter", "methodcaller", "is_autocast_enabled", "is_autocast_cpu_enabled"),
+    *("get_autocast_dtype", "get_autocast_gpu_dtype", "get_autocast_cpu_dtype", "is_cuda"),
+    *("get_default_dtype", "is_inference_mode_enabled", "is_compiling", "get_world_size"),
+    *("get_rank", "are_deterministic_algorithms_enabled", "get_float32_matmul_precision"),
+}
+WATCHED_LIBRARY = {"builtins", "collections", "contextlib", "dataclasses", "enum", "functools"}
+WATCHED_LIBRARY |= {"itertools", "logging", "math", "typing", "types", "warnings", "abc"}
+
+
+def reason_unwatched(code: Code) -> str | None:
+    """Returns why what functions read could change unseen; None where each read has a name."""
+    for function in filter(is_followed, code.functions):
+        tree = ast.parse(source_of(function) or "")
+        parts = [*ast.walk(tree)]
+        found = {part.id for part in parts if isinstance(part, ast.Name)}
+        found |= {part.attr for part in parts if isinstance(part, ast.Attribute)}
+        found |= {part.name.rpartition(".")[2] for part in parts if isinstance(part, ast.alias)}
+        if found & UNWATCHED:
+            return f"reads by {min(found & UNWATCHED)}, whose changes are not seen"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Compare) and any(
+                isinstance(part, ast.Attribute) and part.attr in ("dtype", "device")
+                for part in ast.walk(node)
+            ):
+                return f"compares dtypes or devices, by {ast.unparse(node)}"
+            if not isinstance(node, ast.Name) or node.id not in ("getattr", "hasattr"):
+                continue
+            calls = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and c.func is node]
+            if not calls or not isinstance(calls[0].args[1], ast.Constant):
+                return f"reads by {node.id} of a name that the code computes"
+    return None
+
+
+def is_watched(value: object) -> bool:
+    """Tells whether a record of a value shows each of its changes that code could read."""
+    cls = type(value)
+    if isinstance(value, (ModuleType, type, FunctionType, BuiltinFunctionType)):
+        name = value.__name__ if isinstance(value, ModuleType) else value.__module__
+        root = (name or "").partition(".")[0].lstrip("_")
+        return root in WATCHED_LIBRARY or root not in sys.stdlib_module_names
+    exact = (dict, *CONTAINERS, partial, MethodType, SimpleNamespace, range, slice)
+    if isinstance(value, (*PLAIN, logging.Logger)) or cls in exact:
+        return True
+    if isinstance(value, (Tensor, dict, *CONTAINERS)):
+        return False
+    root = cls.__module__.partition(".")[0].lstrip("_")
+    return root not in sys.stdlib_module_names and root != "numpy"
 
 
 # ---- what a run could change ---------------------------------------------------------------------
