@@ -279,6 +279,11 @@ ROWS = [
         sets(lambda m: Part.forward, "__defaults__", ("relu",)),
     ),
     ("call: __call__", calls_part, sets(lambda m: NearPart, "__call__", lambda m, x: "relu")),
+    (
+        "call: hook",
+        calls_part,
+        lambda m, p: m.part.register_forward_hook(lambda *_: "relu"),
+    ),
     ("call: class", calls_part, lambda m, p: setattr(m.part, "__class__", nn.Identity)),
     (
         "call: no module",
