@@ -59,6 +59,10 @@ class Ways:
         """reads by getattr of a name that the code computes"""
         return getattr(self, f"fac{'tor'}")
 
+    def by_an_unpacked_list(self):
+        """reads by getattr of a name that the code computes"""
+        return getattr(*[self, "factor"])
+
     def by_variable(self, name="factor"):
         """reads by getattr of a name that the code computes"""
         return getattr(self, name)

@@ -197,7 +197,8 @@ def reason_unwatched(code: Code) -> str | None:
             if not isinstance(node, ast.Name) or node.id not in ("getattr", "hasattr"):
                 continue
             calls = [c for c in ast.walk(tree) if isinstance(c, ast.Call) and c.func is node]
-            if not calls or not isinstance(calls[0].args[1], ast.Constant):
+            names = [part for c in calls for part in c.args[1:2]]
+            if not names or not all(isinstance(part, ast.Constant) for part in names):
                 return f"reads by {node.id} of a name that the code computes"
     return None
 
