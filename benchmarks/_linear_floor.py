@@ -38,7 +38,7 @@ def family(spec: str) -> str:
     return parsed.rule if parsed.rule in ("tensor", "row") else ""
 
 
-def value_bytes(product: mf.Product) -> int:
+def value_bytes(product: mf.recipe.Product) -> int:
     """Returns the bytes an element of values that the product reads; 0: it reads the codes."""
     specs = (product.a, product.b)
     if all(spec == "bf16" for spec in specs) or all(family(spec) for spec in specs):
@@ -66,9 +66,9 @@ def amax_first(spec: str, columnwise: bool) -> bool:
 
 def cast_bytes(
     shape: tuple[int, int],
-    row: mf.Product,
+    row: mf.recipe.Product,
     row_spec: str,
-    col: mf.Product,
+    col: mf.recipe.Product,
     col_spec: str,
     saved: bool,
     stays: bool = False,
@@ -142,7 +142,7 @@ def block_scale(spec: str, scale: Tensor) -> Tensor:
 
 
 def bare_product(
-    product: mf.Product, m: int, n: int, k: int, device: torch.device
+    product: mf.recipe.Product, m: int, n: int, k: int, device: torch.device
 ) -> Callable[[], object]:
     """Returns a call of the engine's product (m, k) · (n, k)ᵀ on prepared operands."""
     a_spec, b_spec = product.a, product.b
@@ -171,7 +171,7 @@ def bare_product(
 
 
 def product_ms(
-    product: mf.Product, m: int, n: int, k: int, device: torch.device, repeats: int = 12
+    product: mf.recipe.Product, m: int, n: int, k: int, device: torch.device, repeats: int = 12
 ) -> float:
     call = bare_product(product, m, n, k, device)
     if device.type != "cuda":

@@ -1,4 +1,4 @@
-"""Gradients on one GPU as RANKS ranks would have them after mf.quantize_gradients_.
+"""Gradients on one GPU as RANKS ranks would have them after mf.distributed.quantize_gradients_.
 
     batch    RANKS parts, each with a forward and a backward: the gradients of a rank
     send     a module's gradients, laid out as FSDP2 does -> a message to each rank

@@ -220,7 +220,7 @@ def rates_of(recipe: str, machine: Machine) -> Rates:
     )
 
 
-def peak_of(engine: mf.Engine, machine: Machine) -> float:
+def peak_of(engine: mf.engine_choice.Engine, machine: Machine) -> float:
     """Returns the peak of the tensor cores that multiply codes; 0: the product is exact."""
     if engine.name == "exact":
         return 0

@@ -117,12 +117,12 @@ def print_peers() -> list[dict[str, float | str]]:
     pairs: list[tuple[str, Callable[[], object], Callable[[], object]]] = [
         (
             "mxfp8 / to_mx",
-            lambda: mf.quantize(x, "mxfp8"),
+            lambda: mf.tensor.quantize(x, "mxfp8"),
             lambda: to_mx(x, torch.float8_e4m3fn, 32),
         ),
         (
             "nvfp4 / nvfp4_quantize",
-            lambda: mf.quantize(x, "nvfp4", amax=amax),
+            lambda: mf.tensor.quantize(x, "nvfp4", amax=amax),
             lambda: nvfp4_quantize(x, 16, scale),
         ),
     ]

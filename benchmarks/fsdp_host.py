@@ -62,7 +62,7 @@ def build(recipe: str) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     if recipe != "bf16":
-        mf.quantize_(model, recipe, verbose=False)
+        mf.quantize_(model, recipe)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model:
         fully_shard(block, mp_policy=policy)
@@ -119,7 +119,7 @@ def main() -> int:
         with_step, whole = measure(recipe, timed, True)
         without, _ = measure(recipe, timed, False)
         print(f"{recipe:16} {with_step:16.2f} {without:16.2f} {whole:8.1f}", flush=True)
-    mf.destroy_process_group()
+    mf.distributed.destroy_process_group()
     return 0
 
 

@@ -33,7 +33,7 @@ KINDS = ("bf16", "added", "fused")
 def layer_of(recipe: str, kind: str, k: int, n: int, device: torch.device) -> nn.Module:
     layer = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
     accumulate = "main_grad" if kind == "fused" else None
-    mf.quantize_(layer, recipe, accumulate=accumulate, verbose=False)
+    mf.quantize_(layer, recipe, accumulate=accumulate)
     layer.weight.main_grad = torch.zeros(n, k, device=device)  # type: ignore[attr-defined]
     return layer
 

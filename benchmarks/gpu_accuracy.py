@@ -65,7 +65,7 @@ def expert_errors(recipe: str, x: Tensor, g: Tensor, weights: Tensor) -> tuple[l
     a, b = x.clone().requires_grad_(), weights.clone().requires_grad_()
     rng = torch.tensor([SEED, 0], device=x.device)
     offs = ends.to(x.device, torch.int32)
-    y = mf.scaled_grouped_mm(a, b.transpose(-2, -1), offs, recipe, rng=rng)
+    y = mf.functional.scaled_grouped_mm(a, b.transpose(-2, -1), offs, recipe, rng=rng)
     d_a, d_b = torch.autograd.grad(y, (a, b), g)
     worst, ratios = [0.0] * 3, [0.0] * 3
     for e, (size, end) in enumerate(zip(sizes, ends.tolist())):

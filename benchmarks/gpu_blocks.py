@@ -125,7 +125,7 @@ def blocks(sizes: Sizes, device: torch.device) -> nn.Module:
 
 def ours(recipe: str, options: dict[str, Any]) -> Callable[[nn.Module], nn.Module]:
     def convert(net: nn.Module) -> nn.Module:
-        mf.quantize_(net, recipe, verbose=False, **options)
+        mf.quantize_(net, recipe, **options)
         return net
 
     return convert

@@ -66,7 +66,7 @@ def built(layer: dict[str, int], recipe: str, mesh: DeviceMesh, **options: Any) 
     torch.manual_seed(0)
     moe = mf.MoE(**layer, fused_w13=True, dtype=torch.bfloat16, device=mesh.device_type)
     if recipe != "bf16":
-        mf.quantize_(moe, recipe, data_parallel_rank=dist.get_rank(), verbose=False)
+        mf.quantize_(moe, recipe, data_parallel_rank=dist.get_rank())
     if mesh["shards"].size() == 1:
         return mf.expert_parallel(moe, dist.group.WORLD, **options)
     mf.expert_parallel(moe, mesh["ep"], **options)
@@ -160,7 +160,7 @@ def main() -> None:
                         torch.cuda.empty_cache()
     if dist.get_rank() == 0:
         timing.write_json(args.out, device, all_to_all_gb_s=wires, sizes=sizes, layers=records)
-    mf.destroy_process_group()
+    mf.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ The model is Llama blocks on several GPUs of one host.
     python benchmarks/gpu_fsdp.py --alone 4    # one rank of four on one GPU: nothing is sent
 
 `--graph` captures the step, the optimizer and mf.step included, in one CUDA graph, and times its
-replays. A recipe `NAME wire=SPEC` sends gradients by mf.quantize_gradients_(model, SPEC), not with
+replays. A recipe `NAME wire=SPEC` sends gradients by quantize_gradients_(model, SPEC), not with
 --alone.
 
     work    8 blocks of Llama 3 8B's sizes, without rotary embedding and head; fp32 parameters, bf16
@@ -98,13 +98,13 @@ def build(entry: str, setting: Setting) -> nn.Sequential:
     if recipe == TORCHAO_RECIPE:
         convert_by_torchao(model, "tensorwise", has_fp8, enable_fsdp_float8_all_gather=True)
     elif recipe != "bf16":
-        mf.quantize_(model, recipe, filter_fqns=IN_BF16, verbose=False, **setting.options)
+        mf.quantize_(model, recipe, filter_fqns=IN_BF16, **setting.options)
     if setting.compiled:
         for layer in model:
             layer.compile()
     shard(model)
     if wire:
-        mf.quantize_gradients_(model, wire)
+        mf.distributed.quantize_gradients_(model, wire)
     return model
 
 
@@ -244,7 +244,7 @@ def main() -> int:
         content |= {"all_gather_gb_s": gather, **of_quantize}
         content["rows"] = [asdict(r) for r in rows]
         timing.write_json(options.out, device, **content)
-    mf.destroy_process_group()
+    mf.distributed.destroy_process_group()
     return 0
 
 

@@ -25,7 +25,7 @@ LARGE = (gpu_blocks.LAYERS, gpu_blocks.BATCH, gpu_blocks.TOKENS)
 
 def build(sizes: gpu_blocks.Sizes, device: torch.device, recipe: str, fuse: bool) -> nn.Module:
     net = gpu_blocks.blocks(sizes, device)
-    mf.quantize_(net, recipe, fuse=fuse, verbose=False)
+    mf.quantize_(net, recipe, fuse=fuse)
     return net
 
 

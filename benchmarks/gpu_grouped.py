@@ -8,7 +8,7 @@ kernels     casts of 3D weights, amaxes, gathered casts, swizzles and the table 
 engines     torch's grouped products alone, against cuBLAS's dense product of the same size
 products    ours alone, along rows and along the contraction dimension, even groups and 64 uneven
             ones, against the dense product of the same operands and size
-layers      forward and backward of mf.scaled_grouped_mm, weights cast anew, against compiled
+layers      forward and backward of scaled_grouped_mm, weights cast anew, against compiled
             torch._grouped_mm, on even groups and on a router's counts; medians, alternately.
             Beside them: the floor and the count (_linear_floor.py), the speed with weights that
             are codes already, the memory of a step, and torchao's FP8 by rows where it can be
@@ -111,7 +111,7 @@ def step_of(recipe: str, shape: Shape, ends: Tensor, is_cached: bool = False) ->
         if is_cached:
             y = ops.scaled_grouped_mm(a, b, ends, text, rng=rng, weight_operands=codes)
         elif is_ours:
-            y = mf.scaled_grouped_mm(a, b, ends, text, rng=rng, amax_history=history)
+            y = mf.functional.scaled_grouped_mm(a, b, ends, text, rng=rng, amax_history=history)
         else:
             y = torchao(a, b, ends) if torchao else bf16(a, b)
         y.backward(g)

@@ -91,7 +91,7 @@ def quantized_layer(
 ) -> nn.Module:
     """Builds a layer. caches_codes: as in later micro-batches of a step; else each call casts W."""
     layer = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
-    mf.quantize_(layer, recipe, verbose=False)
+    mf.quantize_(layer, recipe)
     if not caches_codes:
         layer.weight_codes = None
     return layer

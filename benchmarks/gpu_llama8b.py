@@ -130,7 +130,7 @@ class Run:
         self.flops = step_flops(self.model, trial.seq, trial.seq)  # of a sequence
         torch.set_default_dtype(torch.float32)
         if self.is_converted:
-            quantize_(self.model, name, verbose=False, **OPTIONS)
+            quantize_(self.model, name, **OPTIONS)
         elif name != BF16:
             convert_by_torchao(
                 self.model, name.removeprefix(TORCHAO_PREFIX), self.model.is_quantized

@@ -14,7 +14,7 @@ Entries are those of _entries.py, `RECIPE then=OTHER` among them: OTHER is the r
 last 15% of the steps, or of the last 5% by `RECIPE then=OTHER last=5%`. Entries that follow each
 other with the same RECIPE, the longest last part first, share the first steps: they run once.
 
-An entry `RECIPE wire=SPEC` passes gradients through the wire format of mf.quantize_gradients_, as
+An entry `RECIPE wire=SPEC` passes gradients through the wire format of quantize_gradients_, as
 four ranks would send them: each has a quarter of the batch. Compare it with `RECIPE wire=bf16`.
 
 A run that has ended leaves OUT/NAME_seed_SEED.jsonl.xz: what was run, the loss and the gradient's
@@ -223,7 +223,7 @@ class Run:
         self.model.to(trial.device)
         self.parameters = list(self.model.parameters())
         if spec.converts:
-            quantize_(self.model, spec.recipe, keep=spec.keep, seed=spec.seed, verbose=False)
+            quantize_(self.model, spec.recipe, keep=spec.keep, seed=spec.seed)
         elif spec.name.startswith(TORCHAO_PREFIX):
             convert_by_torchao(
                 self.model, spec.name.removeprefix(TORCHAO_PREFIX), self.model.is_quantized

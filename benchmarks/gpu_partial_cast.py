@@ -56,17 +56,17 @@ class Step:
         one = torch.zeros(shape, device=device, dtype=torch.bfloat16)
         self.weights = [mf.QuantizedTensor.from_tensor(one, *specs) for _ in range(count)]
         parts = [(w, p) for w in self.weights for p in (w.rowwise, w.columnwise)]
-        if specs[0] == specs[1] and len(mf.wires(self.weights[0])) == 1:
+        if specs[0] == specs[1] and len(mf.distributed.wires(self.weights[0])) == 1:
             parts = parts[::2]  # the columnwise codes are transposed ones
-        self.codes = [wire for w in self.weights for wire in mf.wires(w)]
+        self.codes = [wire for w in self.weights for wire in mf.distributed.wires(w)]
         self.scales = [p.scale for _, p in parts]
 
     def transpose(self) -> None:
-        mf.post_all_gather_processing(self.weights)
+        mf.distributed.post_all_gather_processing(self.weights)
 
     def cast(self) -> None:
         starts = [m.numel() for m in self.masters]
-        mf.quantize_master_weights(self.weights, self.masters, starts, "")
+        mf.distributed.quantize_master_weights(self.weights, self.masters, starts, "")
 
     def cast_bytes(self) -> int:
         written = timing.nbytes(self.codes) // RANKS + timing.nbytes(self.scales)

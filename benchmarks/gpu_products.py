@@ -41,7 +41,7 @@ class Row:
     of_fastest: float = 1.0
 
 
-def kind_of(product: mf.Product) -> str:
+def kind_of(product: mf.recipe.Product) -> str:
     """Returns what products are compared by: the numbers that are multiplied, and their sums."""
     if value_bytes(product) == 2:
         return "exact, decoded to bf16"
@@ -50,9 +50,9 @@ def kind_of(product: mf.Product) -> str:
     return "FP8, fast sums" if product.fast else "FP8"
 
 
-def products_of_presets() -> list[mf.Product]:
+def products_of_presets() -> list[mf.recipe.Product]:
     """Lists each product once, in the presets' order."""
-    found: dict[str, mf.Product] = {}
+    found: dict[str, mf.recipe.Product] = {}
     for name in mf.presets():
         recipe = mf.Recipe(name)
         for product in (recipe.fprop, recipe.dgrad, recipe.wgrad):
@@ -63,13 +63,13 @@ def products_of_presets() -> list[mf.Product]:
 
 
 def library_product(
-    product: mf.Product, m: int, n: int, k: int, device: torch.device
+    product: mf.recipe.Product, m: int, n: int, k: int, device: torch.device
 ) -> Callable[[], Tensor]:
-    def operand(spec: str, rows: int) -> mf.Quantized:
-        return mf.quantize(torch.randn(rows, k, device=device).bfloat16(), spec)
+    def operand(spec: str, rows: int) -> mf.tensor.Quantized:
+        return mf.tensor.quantize(torch.randn(rows, k, device=device).bfloat16(), spec)
 
     a, b = operand(product.a, m), operand(product.b, n)
-    return lambda: mf.scaled_mm(a, b, fast=product.fast)
+    return lambda: mf.tensor.scaled_mm(a, b, fast=product.fast)
 
 
 def rows_of(shape: tuple[int, int, int], device: torch.device, repeats: int) -> list[Row]:

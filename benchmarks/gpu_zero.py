@@ -98,7 +98,7 @@ class Setting:
 
 def with_fsdp(setting: Setting, recipe: str) -> Training:
     model = setting.new_blocks()
-    mf.quantize_(model, recipe, filter_fqns=fsdp.IN_BF16, verbose=False)
+    mf.quantize_(model, recipe, filter_fqns=fsdp.IN_BF16)
     setting.compile(model)
     fsdp.shard(model)
     return Training(model, list(model.parameters()), lambda: mf.step(model))
@@ -220,7 +220,7 @@ def main() -> int:
         content = {"ranks": dist.get_world_size(), "all_gather_gb_s": gather}
         content["rows"] = [asdict(r) for r in rows]
         timing.write_json(options.out, device, **content)
-    mf.destroy_process_group()
+    mf.distributed.destroy_process_group()
     return 0 if all(row.is_equal is not False for row in rows) else 1
 
 

@@ -64,7 +64,7 @@ def main() -> int:
     def loss(recipe: str) -> float:
         changed = copy.deepcopy(model).eval()
         if recipe != "bf16":
-            mf.quantize_(changed, recipe, verbose=False)
+            mf.quantize_(changed, recipe)
         parts = [default_collate(windows[i : i + 12]) for i in range(0, len(windows), 12)]
         with torch.no_grad():
             return statistics.mean(forward(changed, part).item() for part in parts)

@@ -27,17 +27,19 @@ DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 
 os.environ["COLUMNS"] = "90"  # of the command's help
-sys.path[:0] = [str(ROOT / "python"), str(DOCS)]
+sys.path[:0] = [str(ROOT / "python"), str(DOCS), str(ROOT)]
 with mock(["minifloat._native", "torch.utils.flop_counter"]):  # the latter registers native ops
     import minifloat
     from minifloat import cli
+
+    from tests.support.public_names import public_names
 
 project = "minifloat"
 version = release = minifloat.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings"]
 exclude_patterns = ["images", "parity"]
 nitpicky = True  # but for names of Python, of torch and of the package's inside
-nitpick_ignore_regex = [("py:.*", rf"(?!minifloat\.({'|'.join(minifloat.__all__)})$).*")]
+nitpick_ignore_regex = [("py:.*", rf"(?!minifloat\.({'|'.join(public_names())})$).*")]
 suppress_warnings = ["misc.highlighting_failure"]  # `…` in an example
 smartquotes_action = "D"  # dashes alone
 myst_heading_anchors = 4

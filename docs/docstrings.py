@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import minifloat
 from sphinx.application import Sphinx
 
-NAMES = "|".join(minifloat.__all__)
+from tests.support.public_names import public_names
+
+NAMES = sorted(map(re.escape, public_names()), key=len, reverse=True)  # x.y before x
+SHORT = {of.__qualname__: name for name, of in public_names().items()}
 SECTION = re.compile(r"(Args|Attributes|Returns|Raises):$")
-MARKED = re.compile(rf"`([^`]+)`|\b(mf\.({NAMES}))\b|\b(docs/([\w/]+)\.md)|[\\*|]|_(?!\w)")
+MARKED = re.compile(
+    rf"`([^`]+)`|\b(mf\.({'|'.join(NAMES)}))\b|\b(docs/([\w/]+)\.md)|[\\*|]|_(?!\w)"
+)
 
 
 def mark(text: re.Match[str]) -> str:
@@ -49,7 +53,11 @@ def read_docstring(app: Sphinx, kind: str, name: str, of: Any, options: Any, lin
 
 def shorten(app: Sphinx, kind: str, name: str, of: Any, options: Any, *signature: str | None):
     """Returns a signature whose types of this package have their public names."""
-    return tuple(part and re.sub(r"minifloat[\w.]*\.", "minifloat.", part) for part in signature)
+
+    def public(found: re.Match[str]) -> str:
+        return f"minifloat.{SHORT.get(found[1], found[1])}"
+
+    return tuple(part and re.sub(r"minifloat[\w.]*\.(\w+)", public, part) for part in signature)
 
 
 def setup(app: Sphinx) -> None:

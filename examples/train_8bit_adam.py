@@ -19,7 +19,7 @@ def main():
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)).to(device)
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8")
     optimizer = AdamW8bit(model.parameters(), lr=1e-2)
     losses = []
     for _ in range(STEPS):

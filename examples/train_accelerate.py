@@ -38,7 +38,7 @@ class TrainingState:
 def build(accelerator):
     set_seed(0)
     model = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
-    mf.quantize_(model, RECIPE, verbose=False)
+    mf.quantize_(model, RECIPE)
     x = torch.randn(640, 32)
     data = DataLoader(TensorDataset(x, x.flip(1)), batch_size=8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -98,7 +98,7 @@ def run():
 def main():
     run()
     if dist.is_initialized():
-        mf.destroy_process_group()  # torch's, which waits until this process can exit
+        mf.distributed.destroy_process_group()  # torch's, which waits until this process can exit
 
 
 if __name__ == "__main__":

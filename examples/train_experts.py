@@ -29,7 +29,9 @@ def build(recipe):
     torch.manual_seed(0)
     model = Llama(new_experts).to(DEVICE)
     mesh = init_device_mesh(DEVICE, (dist.get_world_size(),), mesh_dim_names=("ep",))
-    mf.quantize_(model, recipe, verbose=dist.get_rank() == 0)
+    report = mf.quantize_(model, recipe)
+    if dist.get_rank() == 0:
+        print(report)
     mf.expert_parallel(model, mesh["ep"], dispatch="codes")
     layers = [m for m in model.modules() if isinstance(m, mf.MoE)]
     experts = {p for moe in layers for p in moe.experts.parameters()}
@@ -47,7 +49,7 @@ def train(recipe):
     for step in range(STEPS):
         loss = model(batch(TRAINING, seed=rank * STEPS + step))
         loss.backward()
-        mf.average_expert_gradients(model)  # FSDP2 has averaged the others
+        mf.moe.average_expert_gradients(model)  # FSDP2 has averaged the others
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -64,7 +66,7 @@ def main():
         torch.cuda.set_device(dist.get_node_local_rank())
     dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     train(sys.argv[1] if sys.argv[1:] else "*: nvfp4; *.experts: fp8_rowwise")
-    mf.destroy_process_group()  # torch's, which waits until this process can exit
+    mf.distributed.destroy_process_group()  # torch's, which waits until this process can exit
 
 
 if __name__ == "__main__":

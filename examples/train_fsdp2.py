@@ -36,7 +36,9 @@ def build(recipe, gradients):
     """Returns a converted, sharded model and its optimizer."""
     torch.manual_seed(0)
     model = Llama().to(DEVICE)
-    mf.quantize_(model, recipe, verbose=dist.get_rank() == 0)  # first
+    report = mf.quantize_(model, recipe)  # first
+    if dist.get_rank() == 0:
+        print(report)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for i, layer in enumerate(model.layers):
         layer = checkpoint_wrapper(layer)
@@ -44,7 +46,7 @@ def build(recipe, gradients):
         model.layers[i] = fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     if gradients:
-        mf.quantize_gradients_(model, gradients)
+        mf.distributed.quantize_gradients_(model, gradients)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)  # last
 
 
@@ -130,7 +132,7 @@ def main():
     folders = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)  # all ranks use the first one's
     run(folders[0], *(sys.argv[1:] or ["fp8_tensorwise"]))
-    mf.destroy_process_group()  # torch's, which waits until this process can exit
+    mf.distributed.destroy_process_group()  # torch's, which waits until this process can exit
 
 
 if __name__ == "__main__":

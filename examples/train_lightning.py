@@ -27,7 +27,7 @@ class Reverser(pl.LightningModule):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
         self.losses = []
-        mf.quantize_(self, "nvfp4", verbose=False)
+        mf.quantize_(self, "nvfp4")
 
     def training_step(self, batch, index):
         x, y = batch

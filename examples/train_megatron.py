@@ -41,9 +41,11 @@ def take_codes():
     """
     fp8_utils.HAVE_TE_FP8_TENSOR_CLASS = True
     fp8_utils.FP8_TENSOR_CLASS = mf.QuantizedTensor
-    fp8_utils._modify_underlying_storage_impl = lambda w, memory: mf.attach_wires(w, [memory])
-    fp8_utils._quantize_param_shard_impl = mf.quantize_master_weights
-    fp8_utils.te_post_all_gather_processing = mf.post_all_gather_processing
+    fp8_utils._modify_underlying_storage_impl = lambda w, memory: mf.distributed.attach_wires(
+        w, [memory]
+    )
+    fp8_utils._quantize_param_shard_impl = mf.distributed.quantize_master_weights
+    fp8_utils.te_post_all_gather_processing = mf.distributed.post_all_gather_processing
 
 
 def keep_initial_values(layer):
@@ -85,7 +87,6 @@ def build(recipe, holds_codes):
         primary=holds_codes,
         keep_high_precision_init=holds_codes,
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
-        verbose=False,
     )
     if holds_codes:
         for layer in model.modules():
@@ -223,7 +224,7 @@ def main():
         parallel_state.initialize_model_parallel()
         with tempfile.TemporaryDirectory() as folder:
             train_both_ways(recipe, f"{folder}/checkpoint.pt")
-    mf.destroy_process_group()  # torch's, which waits until this process can exit
+    mf.distributed.destroy_process_group()  # torch's, which waits until this process can exit
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def main():
         dist.init_process_group("nccl" if DEVICE == "cuda" else "gloo")
     train(sys.argv[1] if sys.argv[1:] else "fp8_tensorwise")
     if dist.is_initialized():
-        mf.destroy_process_group()  # torch's, which waits until this process can exit
+        mf.distributed.destroy_process_group()  # torch's, which waits until this process can exit
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def build(recipe):
     """Returns a converted model and its optimizer."""
     torch.manual_seed(0)
     model = Llama().to(DEVICE)
-    mf.quantize_(model, recipe)  # all but the head
+    print(mf.quantize_(model, recipe))  # all but the head
     for layer in model.layers:
         layer.compile(backend=COMPILER)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)

@@ -32,7 +32,7 @@ def build_base():
         use_cache=False,
     )
     base = LlamaForCausalLM(config)
-    mf.quantize_(base, "fp8_tensorwise", primary=True, verbose=False)
+    mf.quantize_(base, "fp8_tensorwise", primary=True)
     return base
 
 

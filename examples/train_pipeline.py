@@ -23,7 +23,7 @@ def build_model():
         nn.Sequential(nn.Linear(4 * WIDTH, WIDTH)),
     )
     # Stages share their data, so they have one data-parallel rank.
-    mf.quantize_(model, "nvfp4", data_parallel_rank=0, verbose=False)
+    mf.quantize_(model, "nvfp4", data_parallel_rank=0)
     return model
 
 
@@ -67,7 +67,7 @@ def train():
 def main():
     dist.init_process_group("gloo")
     train()
-    mf.destroy_process_group()  # torch's, which waits until this process can exit
+    mf.distributed.destroy_process_group()  # torch's, which waits until this process can exit
 
 
 if __name__ == "__main__":

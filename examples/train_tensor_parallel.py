@@ -49,7 +49,9 @@ def build(recipe, mesh):
     torch.manual_seed(0)
     model = Llama().to(DEVICE)
     dp_rank = mesh["dp"].get_local_rank()  # the same on all ranks that share a layer
-    mf.quantize_(model, recipe, data_parallel_rank=dp_rank, verbose=dist.get_rank() == 0)
+    report = mf.quantize_(model, recipe, data_parallel_rank=dp_rank)
+    if dist.get_rank() == 0:
+        print(report)
     for block in model.layers:
         parallelize_module(block, mesh["tp"], OF_BLOCK)
     parallelize_module(model, mesh["tp"], OF_MODEL)
@@ -86,7 +88,7 @@ def main():
     if dist.get_world_size() % RANKS != 0:
         raise ValueError(f"expected a multiple of {RANKS} ranks, got {dist.get_world_size()}")
     train(sys.argv[1] if sys.argv[1:] else "nvfp4")
-    mf.destroy_process_group()  # torch's, which waits until this process can exit
+    mf.distributed.destroy_process_group()  # torch's, which waits until this process can exit
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def build_model():
         use_cache=False,
     )
     model = LlamaForCausalLM(config)
-    mf.quantize_(model, RECIPE, verbose=False)
+    mf.quantize_(model, RECIPE)
     return model
 
 
@@ -76,7 +76,7 @@ def serve(model, trained):
         model: the saved one, loaded.
         trained: the converted one, in float32 as the loaded one is.
     """
-    mf.quantize_(model, RECIPE, primary=True, verbose=False)
+    mf.quantize_(model, RECIPE, primary=True)
     model, trained = model.to(trained.device).eval(), trained.eval()
     ids = torch.arange(8, device=trained.device)[None]
     same = torch.equal(model(ids).logits, trained(ids).logits)

@@ -64,7 +64,7 @@ class Place:
         self.block = None  # whose codes are here
         self.codes = []
         for weight in weights:
-            flat = mf.wires(weight)[1:]  # columnwise codes that are gathered apart
+            flat = mf.distributed.wires(weight)[1:]  # columnwise codes that are gathered apart
             whole = weight.rowwise.codes, weight.columnwise.codes, *flat
             self.codes.append([torch.empty_like(codes) for codes in whole])
 
@@ -73,11 +73,13 @@ class Place:
         row, col, *flat = codes
         old = linear.weight
         parts = [
-            mf.Quantized(to, part.scale.clone(), part.amax.clone(), part.spec, part.shape, is_col)
+            mf.tensor.Quantized(
+                to, part.scale.clone(), part.amax.clone(), part.spec, part.shape, is_col
+            )
             for part, to, is_col in ((old.rowwise, row, False), (old.columnwise, col, True))
         ]
         linear.weight = nn.Parameter(mf.QuantizedTensor(*parts, dtype=old.dtype))
-        mf.attach_wires(linear.weight, [row, *flat])
+        mf.distributed.attach_wires(linear.weight, [row, *flat])
 
 
 class ShardedBlock:
@@ -103,7 +105,7 @@ class ShardedBlock:
         cuts = [
             [rank * w.numel() // self.ranks for rank in range(self.ranks + 1)] for w in self.weights
         ]
-        self.layout = mf.WireLayout.of(self.weights, self.ranks, cuts)
+        self.layout = mf.distributed.WireLayout.of(self.weights, self.ranks, cuts)
         self.shard_codes = self.layout.new_piece(self.memory[0])
         self.fragments = self.layout.fragments(self.shard_codes, self.rank)
         self.starts = [begin for begin, _ in self.layout.shards(self.rank)]
@@ -116,7 +118,7 @@ class ShardedBlock:
         # Forward has saved the codes for backward, and they are the same bytes again.
         with torch.autograd._unsafe_preserve_version_counter(tuple(self.memory)):
             self.layout.gather(self.shard_codes, self.weights, dist.group.WORLD)
-            mf.post_all_gather_processing(self.weights)
+            mf.distributed.post_all_gather_processing(self.weights)
 
     def take_gradients(self):
         """Returns the gradients in float32, the rows of each rank together, as FSDP2 sends them."""
@@ -152,7 +154,7 @@ class Zero3(nn.Sequential):
             [nn.Parameter(rows_of_rank(p.detach(), rank, ranks).clone()) for p in b.parameters()]
             for b in blocks
         ]
-        mf.quantize_(self.bfloat16(), recipe, primary=True, verbose=False, **options)
+        mf.quantize_(self.bfloat16(), recipe, primary=True, **options)
         weights = [m.weight for m in blocks[0].modules() if isinstance(m, mf.Linear)]
         self.places = [Place(weights) for _ in range(PLACES)]
         self.sharded = [
@@ -231,7 +233,9 @@ class Zero3(nn.Sequential):
                 else:
                     others.append(p)
                     shards.append(master.detach().view(-1))
-        mf.quantize_master_weights(weights, masters, starts, dist.group.WORLD, fragments)
+        mf.distributed.quantize_master_weights(
+            weights, masters, starts, dist.group.WORLD, fragments
+        )
         for place in self.places:
             place.block = None
         # What stays in bf16 is whole on every rank.
@@ -278,7 +282,7 @@ def new_blocks(device):
 def train_fsdp(recipe, device):
     """Returns losses and this rank's shards of the weights."""
     model = new_blocks(device)
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in model:
         fully_shard(block, mp_policy=policy)
@@ -316,7 +320,7 @@ def main():
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     compare(device)
-    mf.destroy_process_group()  # torch's, which waits until this process can exit
+    mf.distributed.destroy_process_group()  # torch's, which waits until this process can exit
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.public_names import public_names
+
 
 @pytest.fixture
 def names():
@@ -16,14 +18,13 @@ def names():
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         yield {"mf": mf, "torch": torch}
-    mf.check_groups(False)
+    mf.tensor.check_groups(False)
     if dist.is_initialized():
-        mf.destroy_process_group()
+        mf.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", mf.__all__)
-def test_the_example_of_a_name_prints_what_it_says(name, names):
-    thing = getattr(mf, name)
+@pytest.mark.parametrize(("name", "thing"), public_names().items())
+def test_the_example_of_a_name_prints_what_it_says(name, thing, names):
     found = doctest.DocTestFinder().find(thing, name, module=False, globs=names)
     own = [each for test in found if test.name == name for each in test.examples]
     assert own, f"mf.{name}: expected an example in its docstring"
@@ -36,6 +37,5 @@ def test_the_example_of_a_name_prints_what_it_says(name, names):
     assert runner.failures == 0, output.getvalue()
     if inspect.isclass(thing):
         assert any(isinstance(value, thing) for test in found for value in test.globs.values())
-    else:  # or another name of the same function
-        called = {each for each in mf.__all__ if getattr(mf, each) is thing}
-        assert any(f"mf.{each}(" in line.source for each in called for line in own)
+    else:
+        assert any(f"mf.{name}(" in line.source for line in own)

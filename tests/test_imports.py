@@ -9,7 +9,7 @@ import torch
 before = set(sys.modules)
 import minifloat as mf
 layer = torch.nn.Sequential(torch.nn.Linear(64, 64))
-mf.quantize_(layer, "nvfp4", verbose=False)
+mf.quantize_(layer, "nvfp4")
 layer(torch.randn(16, 64)).sum().backward()
 mf.step(layer)
 print(*(set(sys.modules) - before), sep="\\n")

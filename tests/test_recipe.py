@@ -33,7 +33,7 @@ def test_written_out_recipes_round_trip(specs):
 
 def test_products():
     recipe = mf.Recipe("fp8_tensorwise")
-    assert recipe.fprop == mf.Product("e4m3/tensor", "e4m3/tensor", fast=True)
+    assert recipe.fprop == mf.recipe.Product("e4m3/tensor", "e4m3/tensor", fast=True)
     assert not recipe.dgrad.fast
     assert mf.Recipe("fp8_delayed").is_delayed
     assert not recipe.is_delayed

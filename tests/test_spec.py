@@ -89,7 +89,7 @@ def test_sizes_against_the_table(base):
             assert spec.sizes(rows, cols) == Sizes(code_cols, padded, *scales)
             if base == "bf16":
                 continue
-            q = mf.quantize(torch.ones(rows, cols), text)
+            q = mf.tensor.quantize(torch.ones(rows, cols), text)
             assert q.scale.shape == spec.scale_shape(rows, cols)
             assert q.amax.shape == spec.amax_shape(rows)
             assert q.scale.dtype == spec.scale_dtype

@@ -43,7 +43,7 @@ class Run:
     def convert(self, model):
         """Converts a model in place; bf16 converts nothing."""
         if self.converts:
-            mf.quantize_(model, self.recipe, keep=self.keep, seed=self.seed, verbose=False)
+            mf.quantize_(model, self.recipe, keep=self.keep, seed=self.seed)
 
 
 def parse_runs(text):

@@ -10,6 +10,8 @@ from ._native import ops
 from .checks import require_int
 from .recipe import Recipe
 
+__all__ = ["Engine", "engines"]
+
 CPU = (0, 0)
 
 

@@ -16,6 +16,8 @@ from .nn.linear import needs_gradient, weight_operands
 from .nn.registry import distributed_functions, is_distributed
 from .recipe import Recipe
 
+__all__ = ["linear", "linear_group", "scaled_grouped_mm"]
+
 
 def linear(
     x: Tensor,
@@ -101,7 +103,7 @@ def linear_group(
 
     Example:
         >>> wq, wk = torch.ones(64, 64), torch.ones(32, 64)
-        >>> q, k = mf.linear_group(torch.ones(2, 64), [wq, wk], recipe="mxfp8")
+        >>> q, k = mf.functional.linear_group(torch.ones(2, 64), [wq, wk], recipe="mxfp8")
         >>> q.shape, k.shape
         (torch.Size([2, 64]), torch.Size([2, 32]))
     """
@@ -165,7 +167,7 @@ def scaled_grouped_mm(
     Example:
         >>> A, B = torch.ones(5, 32), torch.stack([torch.full((32, 1), n) for n in (1.0, 2.0, 3.0)])
         >>> offs = torch.tensor([2, 2, 5], dtype=torch.int32)  # the second expert has no rows
-        >>> mf.scaled_grouped_mm(A, B, offs, "mxfp8").flatten()
+        >>> mf.functional.scaled_grouped_mm(A, B, offs, "mxfp8").flatten()
         tensor([32., 32., 96., 96., 96.], dtype=torch.bfloat16)
     """
     return ops.scaled_grouped_mm(

@@ -17,6 +17,8 @@ from ._native import ops
 from .checks import require_text
 from .spec import Spec
 
+__all__ = ["Product", "Recipe", "RecipeMap", "presets"]
+
 
 @dataclass(frozen=True)
 class Product:
@@ -28,7 +30,7 @@ class Product:
         fast: whether an FP8 engine may accumulate fast; exact products ignore this.
 
     Example:
-        >>> wgrad = mf.Product("mxfp8/e5m2", "mxfp8")
+        >>> wgrad = mf.recipe.Product("mxfp8/e5m2", "mxfp8")
         >>> recipe = mf.Recipe(f"fprop=mxfp8*mxfp8 dgrad=bf16*bf16 wgrad={wgrad}")
         >>> recipe.wgrad
         Product(a='mxfp8/e5m2', b='mxfp8', fast=False)

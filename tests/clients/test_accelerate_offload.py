@@ -17,7 +17,7 @@ DEVICES = {"0": "cpu", "1": "cpu", "2": "disk"}
 def build(recipe, primary, dtype=torch.float32, seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 32)).to(dtype)
-    mf.quantize_(model, recipe, primary=primary, keep="nothing", verbose=False)
+    mf.quantize_(model, recipe, primary=primary, keep="nothing")
     return model.eval()
 
 

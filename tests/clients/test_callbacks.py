@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 def converted(recipe="fp8_delayed"):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 32))
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe)
     return model
 
 

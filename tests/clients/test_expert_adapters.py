@@ -72,7 +72,7 @@ def test_adapters_of_experts_before_and_after_conversion(name):
         model = build() if is_first else adapted(build(), PARAMETERS)
         recipe = "mxfp8_2d" if primary else "fp8_rowwise"
         report = mf.quantize_(
-            model, recipe, () if is_first else ["lora_"], primary=primary, verbose=False
+            model, recipe, filter_fqns=() if is_first else ["lora_"], primary=primary
         )
         assert sum(".mlp.experts." in row for row, _ in report.converted) == 2
         model = adapted(model, PARAMETERS) if is_first else model
@@ -94,7 +94,7 @@ def test_adapters_of_named_experts():
         torch.manual_seed(0)
         model = nn.Sequential(Batched())
         if is_converted:
-            mf.quantize_(model, "fp8_rowwise", experts=names, verbose=False)
+            mf.quantize_(model, "fp8_rowwise", experts=names)
         return adapted(model, ["0.inputs", "0.outputs"])
 
     plain, converted = build(False), build(True)

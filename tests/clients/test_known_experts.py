@@ -75,7 +75,7 @@ def test_attributes_that_a_class_does_not_read_change_nothing(kind, after):
     assert known_digest(plain) is not None
     if not after:
         set_all(experts)
-    mf.quantize_(model, f"*: bf16; experts: {EXACT}", verbose=False)
+    mf.quantize_(model, f"*: bf16; experts: {EXACT}")
     if after:
         set_all(experts)
     for copied in (experts, copy.deepcopy(experts)):
@@ -86,7 +86,7 @@ def test_attributes_that_a_class_does_not_read_change_nothing(kind, after):
 @pytest.mark.parametrize("name", ["limit", "alpha"])
 def test_attributes_that_a_class_reads_raise_where_they_change(name):
     model = model_of(CLASSES["GptOssExperts"])
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8")
     setattr(model["experts"], name, 0.01)
     with pytest.raises(RuntimeError, match=f"expected {name} as at its conversion, got 0.01"):
         results(model["experts"])
@@ -100,10 +100,10 @@ def test_a_gate_of_the_instance_is_left_out():
     """One implementation of transformers calls it, another does not."""
     model = model_of(CLASSES["MixtralExperts"])
     model["experts"]._apply_gate = doubled_gate
-    skipped = dict(mf.quantize_(model, "mxfp8", verbose=False).skipped)
+    skipped = dict(mf.quantize_(model, "mxfp8").skipped)
     assert "may call _apply_gate, which is replaced on the instance" in skipped["experts.down_proj"]
     model = model_of(CLASSES["MixtralExperts"])
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8")
     model["experts"]._apply_gate = doubled_gate
     with pytest.raises(RuntimeError, match="expected _apply_gate as at its conversion"):
         results(model["experts"])
@@ -161,7 +161,7 @@ def test_implementations_of_others_are_left_out(name, kind, registry):
         model = model_of(CLASSES["MixtralExperts"])
         model["experts"].config = config_of(name)
         register(registry, name, FOREIGN[kind](), is_local)
-        skipped = dict(mf.quantize_(model, "mxfp8", verbose=False).skipped)
+        skipped = dict(mf.quantize_(model, "mxfp8").skipped)
         text = f"runs the experts implementation {name!r} of another package than transformers"
         assert text in skipped["experts.down_proj"]
         registry._local_mapping.clear()
@@ -171,7 +171,7 @@ def test_implementations_of_others_are_left_out(name, kind, registry):
 @pytest.mark.parametrize("name", NAMES)
 def test_implementations_of_others_raise_after_the_conversion(name, kind, registry):
     model = model_of(CLASSES["MixtralExperts"])
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8")
     experts = model["experts"]
     experts.config = config_of("deepgemm")
     expected = results(experts)
@@ -191,7 +191,7 @@ def test_implementations_of_others_raise_after_the_conversion(name, kind, regist
 
 def test_a_switch_among_own_implementations_hides_no_other_change():
     model = model_of(CLASSES["MixtralExperts"])
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8")
     experts = model["experts"]
     expected = results(experts)
     for name in ("grouped_mm", "batched_mm", "deepgemm", "sonicmoe", "minifloat", None):
@@ -206,7 +206,7 @@ def test_a_switch_among_own_implementations_hides_no_other_change():
 
 def test_compiled_code_follows_the_implementation(registry):
     model = model_of(CLASSES["MixtralExperts"])
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8")
     experts = model["experts"]
     x, index, weights = torch.randn(6, D), torch.arange(12).view(6, 2) % E, torch.rand(6, 2)
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")

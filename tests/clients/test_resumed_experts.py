@@ -46,7 +46,7 @@ def plain(name, seed=0):
 
 
 def train(model, folder, resume=None):
-    mf.quantize_(model, "nvfp4", verbose=False)
+    mf.quantize_(model, "nvfp4")
     arguments = TrainingArguments(
         output_dir=folder,
         max_steps=4,
@@ -99,7 +99,7 @@ def test_a_checkpoint_in_another_dtype_is_the_models(tmp_path):
 
 def test_a_tied_head_is_loaded_under_its_other_name(tmp_path):
     model = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **SIZES))
-    mf.quantize_(model, "nvfp4", verbose=False)
+    mf.quantize_(model, "nvfp4")
     model.save_pretrained(tmp_path)
     require_loaded(model, tmp_path)
 

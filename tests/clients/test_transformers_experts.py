@@ -182,7 +182,7 @@ def test_a_known_class_with_an_activation_of_others_is_compared(name):
     for parameter in experts.parameters():
         parameter.data = parameter.data.sign() * 0.25
     plain = copy.deepcopy(experts)
-    skipped = mf.quantize_(model, f"*: mxfp8; experts: {EXACT}", verbose=False).skipped
+    skipped = mf.quantize_(model, f"*: mxfp8; experts: {EXACT}").skipped
     if reason is not None:
         assert reason in dict(skipped)["experts.down_proj"]
         return
@@ -196,7 +196,7 @@ def test_experts_that_are_the_identity_are_left_out(monkeypatch):
     """LongCat-Flash has experts without matrices, and matrices of different numbers."""
     monkeypatch.setitem(SIZES, "zero_expert_num", 2)
     name = next(n for n in CLASSES if n.endswith("LongcatFlashExperts"))
-    skipped = dict(mf.quantize_(model_of(name), "mxfp8", verbose=False).skipped)
+    skipped = dict(mf.quantize_(model_of(name), "mxfp8").skipped)
     assert "of no known layout" in skipped["experts.down_proj"]
 
 
@@ -224,7 +224,7 @@ def test_converted_experts_equal_their_own(name):
     for parameter in model["experts"].parameters():
         parameter.data = parameter.data.sign() * 0.25
     plain = copy.deepcopy(model["experts"])
-    report = mf.quantize_(model, f"*: bf16; experts: {EXACT}", verbose=False)
+    report = mf.quantize_(model, f"*: bf16; experts: {EXACT}")
     assert [row for row, _ in report.converted] == [
         f"experts.{row}" for row, p in model["experts"].named_parameters() if p.dim() == 3
     ]
@@ -264,7 +264,7 @@ def test_implementations_that_models_choose():
 def test_other_experts_are_left_out_with_a_reason(name):
     model = model_of(name)
     before = copy.deepcopy(model)
-    report = mf.quantize_(model, "mxfp8", verbose=False)
+    report = mf.quantize_(model, "mxfp8")
     assert report.converted == [("other", "mxfp8")]
     skipped = dict(report.skipped)
     matrices = [n for n, p in model["experts"].named_parameters() if p.dim() > 1]
@@ -278,7 +278,7 @@ def test_other_experts_are_left_out_with_a_reason(name):
 @pytest.mark.parametrize("name", [n for n in CLASSES if n.rpartition(".")[2] in OF_LINEAR_LAYERS])
 def test_experts_of_linear_layers_are_converted_as_such(name):
     model = model_of(name)
-    report = mf.quantize_(model, "mxfp8", verbose=False)
+    report = mf.quantize_(model, "mxfp8")
     linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
     assert sorted(row for row, _ in report.converted) == sorted(linear)
     assert len(linear) == 2 * E + 1

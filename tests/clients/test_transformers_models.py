@@ -55,13 +55,13 @@ def loss_of(model, seed=0):
 
 
 def test_conv1d_is_named_with_what_to_do():
-    report = mf.quantize_(gpt2(), "mxfp8", keep="nothing", verbose=False)
+    report = mf.quantize_(gpt2(), "mxfp8", keep="nothing")
     assert report.converted == [("lm_head", "mxfp8")]
     assert len(report.skipped) == 8
     reasons = dict(report.skipped)
     assert "minifloat.transformers.replace_conv1d_(model)" in reasons["transformer.h.0.attn.c_attn"]
     with pytest.raises(ValueError, match=r"8 x Conv1D.*replace_conv1d_"):
-        mf.quantize_(gpt2(), "mxfp8", verbose=False)
+        mf.quantize_(gpt2(), "mxfp8")
 
 
 def test_replaced_conv1d_trains_and_returns_to_its_format():
@@ -70,7 +70,7 @@ def test_replaced_conv1d_trains_and_returns_to_its_format():
     replace_conv1d_(model)
     assert torch.allclose(loss_of(model), loss_of(plain), rtol=1e-6)
     assert ids_of_biases <= {id(p) for p in model.parameters()}
-    report = mf.quantize_(model, "mxfp8", verbose=False)
+    report = mf.quantize_(model, "mxfp8")
     assert len(report.converted) == 8
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -156,7 +156,7 @@ def test_replaced_conv1d_keeps_ties_hooks_and_settings():
         replace_conv1d_(model)
         assert all(type(m) is nn.Linear for m in modules[1:])
         check(True)
-        report = mf.quantize_(model, "mxfp8", verbose=False)
+        report = mf.quantize_(model, "mxfp8")
         assert [row for row, _ in report.converted] == ["a", "b", "c"]
         mf.restore_(model)
         check(True)
@@ -186,7 +186,7 @@ def test_conv1d_of_other_classes_is_compared():
     model["other"].forward = lambda x: x
     replace_conv1d_(model)
     assert [type(m) for m in model.values()] == [Scaled, nn.Linear, Conv1D]
-    skipped = dict(mf.quantize_(model, "mxfp8", verbose=False).skipped)
+    skipped = dict(mf.quantize_(model, "mxfp8").skipped)
     assert "Scaled, whose weight is (K, N); its forward returns other bits" in skipped["scaled"]
     assert "its forward is replaced on the instance" in skipped["other"]
     restore_conv1d_(mf.restore_(model))
@@ -223,7 +223,7 @@ def test_weights_inside_of_attention_are_named_with_what_to_do(kdim):
             self.attention = nn.MultiheadAttention(64, 4, kdim=kdim)
             self.mlp = nn.Linear(64, 64)
 
-    report = mf.quantize_(Block(), "mxfp8", verbose=False)
+    report = mf.quantize_(Block(), "mxfp8")
     names = ["in_proj_weight"] if kdim == 64 else [f"{n}_proj_weight" for n in "qkv"]
     reasons = dict(report.skipped)
     assert reasons.keys() == {"attention.out_proj", *(f"attention.{name}" for name in names)}
@@ -261,7 +261,7 @@ MIXTURES = {
 def test_experts_are_converted_and_train(name):
     torch.manual_seed(0)
     model = MIXTURES[name]()
-    report = mf.quantize_(model, "mxfp8", verbose=False)
+    report = mf.quantize_(model, "mxfp8")
     converted = dict(report.converted)
     experts = [n for n, p in model.named_parameters() if p.dim() == 3]
     assert experts

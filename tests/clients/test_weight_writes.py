@@ -45,7 +45,7 @@ def is_current(model, x):
 
 def with_adapters(primary):
     model = network()
-    mf.quantize_(model, "mxfp8_2d", primary=primary, verbose=False)
+    mf.quantize_(model, "mxfp8_2d", primary=primary)
     return get_peft_model(model, LoraConfig(target_modules=["0", "2"], init_lora_weights=False))
 
 
@@ -99,7 +99,7 @@ def rounded(weight, like):
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_a_primary_base_is_written_as_a_high_precision_one_and_rounded_once(kind, safe):
     base = network()
-    mf.quantize_(base, "mxfp8_2d", primary=True, verbose=False)
+    mf.quantize_(base, "mxfp8_2d", primary=True)
     twin = copy.deepcopy(base)
     mf.restore_(twin)  # the values of the codes
     values = base[0].weight.dequantize()
@@ -141,7 +141,7 @@ def swap_as_diffusers(model, average):
 @pytest.mark.parametrize("mode", ["eval", "train"])
 def test_an_average_that_is_swapped_in_and_out(mode):
     model = network()
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     average = [p.detach().clone() for p in model.parameters()]
     x = batch()
@@ -185,7 +185,7 @@ class Averaged(pl.LightningModule):
 
 def test_lightnings_average(tmp_path):
     module = Averaged()
-    mf.quantize_(module, "mxfp8", verbose=False)
+    mf.quantize_(module, "mxfp8")
     data = DataLoader(TensorDataset(torch.randn(32, 64)), batch_size=8)
     pl.Trainer(
         default_root_dir=tmp_path,

@@ -48,7 +48,7 @@ def test_it_waits_for_a_thread_that_runs(group):
     thread.start()
     is_named.wait()
     assert not ended
-    mf.destroy_process_group()
+    mf.distributed.destroy_process_group()
     assert ended
     assert not dist.is_initialized()
     thread.join()
@@ -57,5 +57,5 @@ def test_it_waits_for_a_thread_that_runs(group):
 def test_it_does_not_wait_for_ever(group, monkeypatch):
     monkeypatch.setattr(ending, "SECONDS", 0.05)
     monkeypatch.setattr(ending, "any_runs", lambda name: True)
-    mf.destroy_process_group()
+    mf.distributed.destroy_process_group()
     assert not dist.is_initialized()

@@ -69,7 +69,9 @@ def lose_a_rank_before_a_partial_cast(rank):
     for step in range(2):
         if rank == 1 and step == 1:
             die()
-        mf.quantize_master_weights([weight], [master[begin:end]], [begin], dist.group.WORLD)
+        mf.distributed.quantize_master_weights(
+            [weight], [master[begin:end]], [begin], dist.group.WORLD
+        )
 
 
 def hang_in_a_step(rank):
@@ -164,7 +166,7 @@ def convert_on_some(rank, is_all):
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
     names = [name for name in "01" if rank == 0 or (name == "0" and not is_all)]
     if names:
-        mf.quantize_(model, "; ".join(f"{name}: nvfp4" for name in names), verbose=False)
+        mf.quantize_(model, "; ".join(f"{name}: nvfp4" for name in names))
     fully_shard(model)
     model(torch.randn(4, 32))
 

@@ -14,7 +14,7 @@ WIDTH, MICRO_BATCHES = 32, 2
 def built(accumulate):
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    mf.quantize_(model, "mxfp8", accumulate=accumulate, data_parallel_rank=0, verbose=False)
+    mf.quantize_(model, "mxfp8", accumulate=accumulate, data_parallel_rank=0)
     for layer in model[1:]:
         layer.weight.main_grad = torch.zeros(WIDTH, WIDTH)
     return model

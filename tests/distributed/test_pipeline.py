@@ -50,7 +50,7 @@ def built(recipe, sizes, has_experts):
     with torch.no_grad():
         for i, stage in enumerate(model):
             stage[0][0].weight.mul_(1 + 8 * (i % 2))
-    mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0, verbose=False)
+    mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0)
     return model
 
 

@@ -23,7 +23,7 @@ def linears(names, recipe="fp8_delayed", **options):
     model = nn.Module()
     for name in names:
         model.add_module(name, nn.Linear(D, D))
-    mf.quantize_(model, recipe, keep="nothing", verbose=False, **options)
+    mf.quantize_(model, recipe, keep="nothing", **options)
     for i, layer in enumerate(model.children()):
         layer(torch.full((4, D), 1.0 + i)).sum().backward()
     return model
@@ -56,12 +56,14 @@ DIFFERENT = {
         "none on rank 1",
     ),
     "length": (
-        lambda r: linears("a", amax_history_length=4 + r),
+        lambda r: linears("a", delayed_scaling=mf.nn.DelayedScaling(4 + r)),
         "4 steps of history",
         "5 steps of history (max, margin 0)' on rank 1",
     ),
     "algorithm": (
-        lambda r: linears("a", amax_algorithm="most_recent" if r else "max"),
+        lambda r: linears(
+            "a", delayed_scaling=mf.nn.DelayedScaling(algorithm="most_recent" if r else "max")
+        ),
         "(max, margin 0)' on rank 0",
         "(most_recent, margin 0)' on rank 1",
     ),
@@ -130,12 +132,12 @@ def check_own_faults(rank):
     """Every rank raises the one error, in the first step and in a later one; nothing changes."""
     for faulty in ([1], [0], [0, 1]):
         moe = balanced()
-        mf.balance_loss(moe)
+        mf.moe.balance_loss(moe)
         for _ in range(2):
             mf.step(moe)
             moe(torch.ones(3, D)).sum().backward()
             if rank not in faulty:
-                mf.balance_loss(moe)
+                mf.moe.balance_loss(moe)
             loss, counts = moe.router.loss, moe.router.counts.clone()
             for _ in range(2):  # the second call finds it again
                 text, seconds = error_of(lambda moe=moe: mf.step(moe), "nobody read in the mf.MoE")
@@ -144,11 +146,11 @@ def check_own_faults(rank):
                 assert seconds < TIMEOUT
                 assert moe.router.loss is loss
                 assert torch.equal(moe.router.counts, counts)
-            mf.balance_loss(moe)
+            mf.moe.balance_loss(moe)
         mf.step(moe)
     moe = balanced()  # in its first step
     if not rank:
-        mf.balance_loss(moe)
+        mf.moe.balance_loss(moe)
     text, _ = error_of(lambda: mf.step(moe), r"nobody read in the mf.MoE.*ranks \[1\]")
     for recipe in ("nvfp4", "a: nvfp4; b: fp8_delayed"):
         model = alike((7, 7 + rank), recipe)

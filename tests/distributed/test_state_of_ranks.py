@@ -27,7 +27,7 @@ def build(recipe, parts=2):
     torch.manual_seed(0)
     stages = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(parts)]
     model = nn.Sequential(*stages)
-    mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0, verbose=False)
+    mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0)
     return model
 
 

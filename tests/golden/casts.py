@@ -1,4 +1,4 @@
-"""Golden cases of casts: mf.quantize and what reads its codes, of every spec.
+"""Golden cases of casts: mf.tensor.quantize and what reads its codes, of every spec.
 
 A line is a spec, a direction and a dtype. Its digest folds codes, scales and amaxes of all shapes
 and kinds of values. "both" casts two directions from one read, as QuantizedTensor.from_tensor does.
@@ -28,7 +28,7 @@ SEED, STREAM = -(2**62) + 12345, 1234567890123456789
 ENDS = ((0, 37, 37, 100), (16, 16, 64, 96))  # of groups of 100 rows: empty ones, and rows past all
 
 
-def parts(q: mf.Quantized) -> list[Tensor]:
+def parts(q: mf.tensor.Quantized) -> list[Tensor]:
     return [q.codes, q.scale, q.amax]
 
 
@@ -62,7 +62,7 @@ def quantize(device: torch.device) -> Iterator[Case]:
             found: list[Tensor] = []
             for x in data:
                 moved = x.to(device)
-                q = mf.quantize(moved, spec, columnwise=columnwise, **random_bits(spec))
+                q = mf.tensor.quantize(moved, spec, columnwise=columnwise, **random_bits(spec))
                 found += parts(q)
             yield f"quantize {spec} {side} {name}", digest(found)
 
@@ -106,7 +106,7 @@ def given_amaxes(device: torch.device) -> Iterator[Case]:
             amax = amaxes_
             if parsed.amax_of == "row":
                 amax = amaxes_.view(-1, 1).expand(-1, 33 if columnwise else 20).contiguous()
-            q = mf.quantize(x, spec, columnwise=columnwise, amax=amax, **random_bits(spec))
+            q = mf.tensor.quantize(x, spec, columnwise=columnwise, amax=amax, **random_bits(spec))
             found += parts(q)
         yield f"given {spec} {side}", digest(found)
 
@@ -126,7 +126,7 @@ def positions(device: torch.device) -> Iterator[Case]:
             (2**40, 2**35 + 3, (2**31, 2**31 + 2**30), 0),
             (3, 3, (0, 0), 5),
         ):
-            q = mf.quantize(
+            q = mf.tensor.quantize(
                 x,
                 spec,
                 columnwise=columnwise,
@@ -146,7 +146,9 @@ def amaxes(device: torch.device) -> Iterator[Case]:
             continue
         given = {"seed": SEED, "stream": STREAM} if parsed.draws_signs else {}
         found = [
-            mf.amax(values(kind, shape, dtype, 6).to(device), spec, columnwise=columnwise, **given)
+            mf.tensor.amax(
+                values(kind, shape, dtype, 6).to(device), spec, columnwise=columnwise, **given
+            )
             for kind, shape in product(("bell", "edges", "rows"), (*SHAPES, WHOLE))
             for dtype in DTYPES.values()
         ]
@@ -166,8 +168,8 @@ def dequantize(device: torch.device) -> Iterator[Case]:
             amax = amax[1:2].view(()) if parsed.amax_of == "tensor" else amax
             amax = amax if parsed.amax_of else amax[:0]
             moved = (t.to(device) for t in (codes, scale, amax))
-            q = mf.Quantized(*moved, spec, (rows, cols))
-            found += [mf.dequantize(q, dtype) for dtype in DTYPES.values()]
+            q = mf.tensor.Quantized(*moved, spec, (rows, cols))
+            found += [mf.tensor.dequantize(q, dtype) for dtype in DTYPES.values()]
         yield f"dequantize {spec}", digest(found)
 
 
@@ -181,29 +183,29 @@ def groups(device: torch.device) -> Iterator[Case]:
     dtypes = [x, values("edges", (100, 150), torch.float32, 8).to(device)]
     found = []
     for ends in ENDS:
-        found.append(mf.group_table(torch.tensor(ends).int().to(device), 100))
-    found.append(mf.group_table(torch.tensor([7, -3, 200, 5]).int().to(device), 100))
+        found.append(mf.tensor.group_table(torch.tensor(ends).int().to(device), 100))
+    found.append(mf.tensor.group_table(torch.tensor([7, -3, 200, 5]).int().to(device), 100))
     yield "group_table", digest(found)
     for spec, (side, columnwise) in product(tables.few_specs(), DIRECTIONS.items()):
         parsed, found = Spec.parse(spec), []
         if parsed.block[0] > 1:
             continue
         for ends, unit, first, given in ((ENDS[0], 0, 0, None), (ENDS[1], 128, 3, ids)):
-            table = mf.group_table(torch.tensor(ends).int().to(device), 100)
+            table = mf.tensor.group_table(torch.tensor(ends).int().to(device), 100)
             more = {"groups": table, "first_expert": first, **random_bits(spec)}
             more |= {"group_unit": unit} if columnwise else {"row_ids": given}
             for data in dtypes:
-                q = mf.quantize(data, spec, columnwise=columnwise, **more)
+                q = mf.tensor.quantize(data, spec, columnwise=columnwise, **more)
                 found += of_groups(q, ends)
         yield f"groups {spec} {side}", digest(found)
         if parsed.amax_of and (parsed.draws_signs or not parsed.is_stochastic):
             key = {"seed": SEED, "stream": STREAM} if parsed.draws_signs else {}
-            a = mf.amax(x, spec, columnwise=columnwise, groups=table, **key)
+            a = mf.tensor.amax(x, spec, columnwise=columnwise, groups=table, **key)
             is_of_rows = parsed.amax_of == "row" and not columnwise
             yield f"groups amax {spec} {side}", digest([a[: ends[-1]] if is_of_rows else a])
 
 
-def of_groups(q: mf.Quantized, ends: tuple[int, ...]) -> list[Tensor]:
+def of_groups(q: mf.tensor.Quantized, ends: tuple[int, ...]) -> list[Tensor]:
     """Returns codes, scales and amaxes of groups; other bytes are unspecified."""
     codes, scale, amax = parts(q)
     parsed, begins = Spec.parse(q.spec), (0, *ends)
@@ -223,17 +225,19 @@ def of_groups(q: mf.Quantized, ends: tuple[int, ...]) -> list[Tensor]:
 
 
 def transforms(device: torch.device) -> Iterator[Case]:
-    table = mf.group_table(torch.tensor(ENDS[0]).int().to(device), 100)
+    table = mf.tensor.group_table(torch.tensor(ENDS[0]).int().to(device), 100)
     points_of = sorted({Spec.parse(s).transform for s in tables.specs()} - {0})
     for points, (side, columnwise) in product(points_of, DIRECTIONS.items()):
         found = [
-            mf.hadamard(values(kind, shape, dtype, 12).to(device), points, columnwise=columnwise)
+            mf.tensor.hadamard(
+                values(kind, shape, dtype, 12).to(device), points, columnwise=columnwise
+            )
             for kind, shape in product(("bell", "edges", "rows"), ((33, 130), (2, 20, 48), WHOLE))
             for dtype in DTYPES.values()
         ]
         x = values("bell", (100, 150), torch.bfloat16, 13).to(device)
-        found.append(mf.hadamard(x, points, columnwise=columnwise, signs=0x1234))
-        y = mf.hadamard(x, points, columnwise=columnwise, groups=table)
+        found.append(mf.tensor.hadamard(x, points, columnwise=columnwise, signs=0x1234))
+        y = mf.tensor.hadamard(x, points, columnwise=columnwise, groups=table)
         cols = sum(points * max(1, -(-m // points)) for m in (0, 37, 0, 63))
         found.append(y[:, :cols] if columnwise else y)
         yield f"hadamard {points} {side}", digest(found)
@@ -241,9 +245,9 @@ def transforms(device: torch.device) -> Iterator[Case]:
     for kind in ("", "m", "k"):
         offs = torch.tensor(ends[kind]).int().to(device) if kind else None
         scale = any_bytes((130, 9), 3).to(device)
-        tiled = mf.swizzle_scales(scale, offs=offs, groups=kind)
-        back = mf.unswizzle_scales(tiled, 130, 9, offs=offs, groups=kind)
+        tiled = mf.tensor.swizzle_scales(scale, offs=offs, groups=kind)
+        back = mf.tensor.unswizzle_scales(tiled, 130, 9, offs=offs, groups=kind)
         yield f"swizzle {kind or 'dense'}", digest([tiled, back])
     odd, even = any_bytes((33, 33), 4).to(device), any_bytes((2, 16, 24), 5).to(device)
-    found = [mf.transpose_codes(odd, 65), mf.transpose_codes(even, 48)]
+    found = [mf.tensor.transpose_codes(odd, 65), mf.tensor.transpose_codes(even, 48)]
     yield "transpose_codes", digest(found)

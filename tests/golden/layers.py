@@ -52,7 +52,7 @@ def amax_of(recipe: str) -> float:
     return 24.0 if "pow2" in recipe or "4over6" in recipe else 84.0
 
 
-def is_exact(part: mf.Product) -> bool:
+def is_exact(part: mf.recipe.Product) -> bool:
     return not any(Spec.parse(spec).transform for spec in (part.a, part.b))
 
 
@@ -187,7 +187,7 @@ def options(device: torch.device) -> Iterator[Case]:
         "main_grad": {"accumulate": "main_grad"},
         "grad": {"accumulate": "grad"},
         "primary": {"primary": True},
-        "history": {"amax_history_length": 2, "amax_algorithm": "most_recent", "margin": 1},
+        "history": {"delayed_scaling": mf.nn.DelayedScaling(2, "most_recent", 1)},
         "microbatches": {},
     }
     for recipe, (option, given) in product(mf.presets(), choices.items()):
@@ -202,7 +202,7 @@ def options(device: torch.device) -> Iterator[Case]:
         model = nn.Sequential(*shapes).to(device, dtype)
         amax = amax_of(recipe)
         fill(model, amax, 5)
-        mf.quantize_(model, recipe, keep="nothing", verbose=False, **given)
+        mf.quantize_(model, recipe, keep="nothing", **given)
         if option == "main_grad":
             for p in model.parameters():
                 p.main_grad = torch.zeros_like(p, dtype=torch.float32)
@@ -219,7 +219,7 @@ def reads_primary(recipe: mf.Recipe) -> bool:
 
 
 def functions(device: torch.device) -> Iterator[Case]:
-    """Calls mf.linear_group, mf.scaled_mm, mf.scaled_grouped_mm with states of the caller."""
+    """Calls linear_group, scaled_mm, scaled_grouped_mm with states of the caller."""
     for name, recipe in every_spec().items():
         amax = amax_of(recipe)
         exact, line = exact_results(recipe), Line()
@@ -228,7 +228,7 @@ def functions(device: torch.device) -> Iterator[Case]:
         leaves = [w.requires_grad_() for w in weights]
         states = [state_of(recipe, (6, 4), i, device) for i in range(2)]
         listed = {key: [state[key] for state in states] for key in states[0]}
-        results = mf.linear_group(x, weights, recipe=recipe, **listed)
+        results = mf.functional.linear_group(x, weights, recipe=recipe, **listed)
         torch.autograd.backward(results, [planted(y.shape, amax, 9).to(y) for y in results])
         for y in results:
             line.add("y", y, exact["y"])
@@ -242,7 +242,7 @@ def functions(device: torch.device) -> Iterator[Case]:
             yield f"scaled_grouped_mm {name}", grouped(recipe, device).text()
 
 
-def products_of(recipe: str) -> tuple[mf.Product, ...]:
+def products_of(recipe: str) -> tuple[mf.recipe.Product, ...]:
     parsed = mf.Recipe(recipe)
     return parsed.fprop, parsed.dgrad, parsed.wgrad
 
@@ -268,7 +268,7 @@ def grouped(recipe: str, device: torch.device) -> Line:
         w = planted((4, 64, 128), amax, 2).bfloat16().to(device).requires_grad_()
         bias = integers(-4, 4, (4, 64), 3).bfloat16().to(device).requires_grad_()
         state = state_of(recipe, (6, 4, 4), first, device)
-        y = mf.scaled_grouped_mm(
+        y = mf.functional.scaled_grouped_mm(
             a, w.mT, offs, recipe, bias=bias, row_ids=given, first_expert=first, **state
         )
         y.backward(planted(y.shape, amax, 4).to(y))
@@ -292,7 +292,7 @@ def mlps(device: torch.device) -> Iterator[Case]:
         for memory in ("speed", "weights") if name in mf.presets() else ("speed",):
             mlp = mf.MLP(DIM, HIDDEN, gated=gated, activation=activation, bias=not gated)
             mlp = mlp.to(device, torch.bfloat16)
-            mf.quantize_(mlp, recipe, keep="nothing", memory=memory, seed=SEED, verbose=False)
+            mf.quantize_(mlp, recipe, keep="nothing", memory=memory, seed=SEED)
             amax = amax_of(recipe)
             x = inputs((64, DIM), amax, torch.bfloat16, 1, 1 / 64)
             g = inputs((64, DIM), amax, torch.bfloat16, 50)
@@ -315,7 +315,7 @@ def experts(device: torch.device) -> Iterator[Case]:
         if name == "bf16" or (form == "shared" and mf.Recipe(name).is_delayed):
             continue
         moe = mf.MoE(DIM, HIDDEN, EXPERTS, 2, dtype=torch.bfloat16, device=device, **options_)
-        mf.quantize_(moe, name, keep="nothing", seed=SEED, verbose=False)
+        mf.quantize_(moe, name, keep="nothing", seed=SEED)
         yield f"moe {name} {form}", train(*moe_arguments(moe, name)).text()
     for name in mf.presets():
         yield f"grouped_mlp {name}", grouped_mlp(name, device).text()

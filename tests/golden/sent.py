@@ -123,9 +123,9 @@ def send_gradients(mesh: DeviceMesh, line: Line, spec: str) -> None:
     """Sends the gradients of one layer, whose sums are exact: they are cast again."""
     model = nn.Sequential(nn.Linear(128, 64)).bfloat16()
     fill(model, 28, 5)
-    mf.quantize_(model, "mxfp8", keep="nothing", verbose=False)
+    mf.quantize_(model, "mxfp8", keep="nothing")
     fully_shard(model, mesh=mesh)
-    mf.quantize_gradients_(model, spec, seed=3)
+    mf.distributed.quantize_gradients_(model, spec, seed=3)
     train_steps(model, line, 28, (32, 128), 64)
     line.exact += [p.grad.to_local() for p in model.parameters()]
 
@@ -133,9 +133,9 @@ def send_gradients(mesh: DeviceMesh, line: Line, spec: str) -> None:
 def train_fsdp(mesh: DeviceMesh, line: Line, recipe: str) -> None:
     amax, model = amax_of(recipe), two_layers()
     fill(model, amax, 5)
-    mf.quantize_(model, recipe, keep="nothing", verbose=False)
+    mf.quantize_(model, recipe, keep="nothing")
     fully_shard(model, mesh=mesh)
-    mf.precompute_scales(model)
+    mf.distributed.precompute_scales(model)
     train_steps(model, line, amax, (32, 128), 32)
     for name, p in model.named_parameters():
         line.add(name, p.grad.to_local())
@@ -144,7 +144,7 @@ def train_fsdp(mesh: DeviceMesh, line: Line, recipe: str) -> None:
 def train_cut(mesh: DeviceMesh, line: Line, recipe: str) -> None:
     amax, model = amax_of(recipe), two_layers(256)  # whole blocks of 128 on each rank
     fill(model, amax, 5)
-    mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0, verbose=False)
+    mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0)
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     for step in range(2):  # of one x: ranks of tensor parallelism share it
         x = planted((32, 128), amax, 3 + step).bfloat16().requires_grad_()
@@ -161,7 +161,7 @@ def train_experts(mesh: DeviceMesh, line: Line, recipe: str) -> None:
         arguments = moe_arguments(moe, recipe)
         _, x, g, amax, _ = arguments
         fill(moe, amax, 5)
-        mf.quantize_(moe, recipe, keep="nothing", verbose=False)
+        mf.quantize_(moe, recipe, keep="nothing")
         mf.expert_parallel(moe, mesh["ranks"], dispatch=dispatch)
         for step in range(2):
             data = x(10 * dist.get_rank() + step).requires_grad_()
@@ -180,11 +180,11 @@ def cast_masters(line: Line, spec: str) -> None:
         master = values("bell", shape, torch.float32, 5).flatten()[begin:end]
         columnwise = spec if Spec.parse(spec).block[0] > 1 else "mxfp8"
         weight = mf.QuantizedTensor.from_tensor(torch.zeros(shape).bfloat16(), spec, columnwise)
-        layout = mf.WireLayout.of([weight], RANKS, [[0, cut, size]])
+        layout = mf.distributed.WireLayout.of([weight], RANKS, [[0, cut, size]])
         piece = layout.new_piece(weight.directions[0].codes)
         fragments = layout.fragments(piece, rank)
-        mf.quantize_master_weights([weight], [master.clone()], [begin], None, fragments)
+        mf.distributed.quantize_master_weights([weight], [master.clone()], [begin], None, fragments)
         layout.gather(piece, [weight], None)
-        mf.post_all_gather_processing([weight])
+        mf.distributed.post_all_gather_processing([weight])
         for q in weight.directions:
             line.exact += parts(q)

@@ -91,8 +91,8 @@ def shards(device: torch.device) -> Iterator[Case]:
             master = values("bell", shape, torch.float32, 5).flatten().to(device)
             like = torch.zeros(shape, dtype=dtype, device=device)
             weight = mf.QuantizedTensor.from_tensor(like, row, col)
-            mf.quantize_master_weights([weight], [master], [0], None)
-            mf.post_all_gather_processing([weight])
+            mf.distributed.quantize_master_weights([weight], [master], [0], None)
+            mf.distributed.post_all_gather_processing([weight])
             found += [t for q in weight.directions for t in parts(q)]
             if "+4over6" not in row + col:  # shards of these need a group: see sent.py
                 found += of_shards(weight, master)
@@ -103,17 +103,19 @@ def of_shards(weight: mf.QuantizedTensor, master: Tensor) -> Iterator[Tensor]:
     """Casts four shards, one of them empty, by their own amaxes: no group exchanges them."""
     size = master.numel()
     cuts = [0, size // 3 // 2 * 2, size // 3 // 2 * 2, size * 2 // 3 // 2 * 2, size]
-    layout = mf.WireLayout.of([weight], len(cuts) - 1, [cuts])
+    layout = mf.distributed.WireLayout.of([weight], len(cuts) - 1, [cuts])
     yield torch.tensor(layout.numbers)
     pieces = []
     for rank, (begin, end) in enumerate(pairwise(cuts)):
         pieces.append(layout.new_piece(weight.directions[0].codes))
         fragments = layout.fragments(pieces[-1], rank)
-        mf.quantize_master_weights([weight], [master[begin:end]], [begin], None, fragments)
+        mf.distributed.quantize_master_weights(
+            [weight], [master[begin:end]], [begin], None, fragments
+        )
         yield from (t.clone() for q in weight.directions for t in (q.scale, q.amax))
     layout.merge_fragments(torch.cat(pieces), [weight])
-    mf.post_all_gather_processing([weight])
-    yield from (*mf.wires(weight), *(q.codes for q in weight.directions))
+    mf.distributed.post_all_gather_processing([weight])
+    yield from (*mf.distributed.wires(weight), *(q.codes for q in weight.directions))
 
 
 def as_fp8(device: torch.device) -> Iterator[Case]:
@@ -123,7 +125,7 @@ def as_fp8(device: torch.device) -> Iterator[Case]:
             continue
         for shape, columnwise in product(((33, 130), (128, 256)), (False, True)):
             x = values("edges", shape, torch.bfloat16, 8).to(device)
-            q = mf.quantize(x, spec, columnwise=columnwise)
+            q = mf.tensor.quantize(x, spec, columnwise=columnwise)
             found += ops.fp4_as_fp8(q.codes, q.scale.view(torch.uint8), q.amax, spec, q.shape[-1])
         yield f"fp4_as_fp8 {spec}", digest(found)
 
@@ -188,7 +190,7 @@ def swiglus(device: torch.device) -> Iterator[Case]:
         "one": {},
         "interleaved": {"limit": 7.0, "interleaved": True},
     }
-    table = mf.group_table(torch.tensor([20, 20, 64]).int().to(device), 80)
+    table = mf.tensor.group_table(torch.tensor([20, 20, 64]).int().to(device), 80)
     pairs = torch.arange(80).flip(0).int().to(device)
     weights = (integers(-8, 8, (80,), 3) * 0.125).to(device)
     for (form, options), (name, dtype) in product(forms.items(), DTYPES.items()):
@@ -204,5 +206,5 @@ def swiglus(device: torch.device) -> Iterator[Case]:
         rng = torch.tensor([SEED, 1], device=device)
         for spec in CASTS if dtype == torch.bfloat16 else ():
             row = ops.quantize_swiglu(*given, spec, "", **more, rng=rng, stream_row=3)
-            q = mf.Quantized(row[0], row[1], row[2], spec, (80, 160))
+            q = mf.tensor.Quantized(row[0], row[1], row[2], spec, (80, 160))
             yield f"swiglu cast {form} {spec}", digest([q.codes[:64]])

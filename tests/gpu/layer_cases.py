@@ -26,7 +26,7 @@ def layer_data(size: tuple[int, int, int], dtype: torch.dtype, seed: int = 0) ->
 def build(recipe: str, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 64, bias=False))
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe)
     return model.to(device, torch.bfloat16)
 
 

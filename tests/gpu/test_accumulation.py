@@ -89,7 +89,7 @@ def test_no_product_is_written(cuda, recipe):
 def layer(recipe: str, accumulate: str | None, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     linear = nn.Linear(256, 128, device=device, dtype=torch.bfloat16)
-    mf.quantize_(linear, recipe, accumulate=accumulate, verbose=False)
+    mf.quantize_(linear, recipe, accumulate=accumulate)
     if linear.amax_history is not None:
         linear.amax_history.copy_(history(8.0)[:, :1].expand_as(linear.amax_history))
     linear.weight.main_grad = torch.zeros(128, 256, device=device)

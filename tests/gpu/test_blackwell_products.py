@@ -27,7 +27,7 @@ PRODUCTS = [
 SIZES = [(1, 16, 32), (33, 48, 96), (130, 272, 544), (256, 384, 512)]
 
 
-def operands(a_spec: str, b_spec: str, m: int, n: int, k: int) -> list[mf.Quantized]:
+def operands(a_spec: str, b_spec: str, m: int, n: int, k: int) -> list[mf.tensor.Quantized]:
     """Draws normal data in blocks of magnitudes from 2^-4 to 2^4."""
     g = torch.Generator().manual_seed(m)
     sides = []
@@ -35,13 +35,13 @@ def operands(a_spec: str, b_spec: str, m: int, n: int, k: int) -> list[mf.Quanti
         size = torch.exp2(torch.randint(-4, 5, (rows, k // 16), generator=g)).repeat_interleave(
             16, 1
         )
-        sides.append(mf.quantize(torch.randn(rows, k, generator=g) * size, spec))
+        sides.append(mf.tensor.quantize(torch.randn(rows, k, generator=g) * size, spec))
     return sides
 
 
-def moved(q: mf.Quantized, device: torch.device) -> mf.Quantized:
+def moved(q: mf.tensor.Quantized, device: torch.device) -> mf.tensor.Quantized:
     codes, scale, amax = (t.to(device) for t in (q.codes, q.scale, q.amax))
-    return mf.Quantized(codes, scale, amax, q.spec, q.shape)
+    return mf.tensor.Quantized(codes, scale, amax, q.spec, q.shape)
 
 
 @pytest.mark.parametrize(("a_spec", "b_spec"), PRODUCTS)
@@ -75,9 +75,11 @@ def test_products_are_the_exact_ones(device, a_spec, b_spec, out_dtype, with_bia
         sides = operands(a_spec, b_spec, m, n, k)
         g = torch.Generator().manual_seed(n)
         bias = torch.randn(n, generator=g).to(out_dtype) if with_bias else None
-        want = mf.scaled_mm(*sides, bias=bias, out_dtype=out_dtype)
+        want = mf.tensor.scaled_mm(*sides, bias=bias, out_dtype=out_dtype)
         bias = bias.to(device) if bias is not None else None
-        got = mf.scaled_mm(*(moved(q, device) for q in sides), bias=bias, out_dtype=out_dtype)
+        got = mf.tensor.scaled_mm(
+            *(moved(q, device) for q in sides), bias=bias, out_dtype=out_dtype
+        )
         require_close(got, want, 2.0**-8, f"{a_spec}*{b_spec} {m}x{n}x{k}")
 
 
@@ -87,13 +89,13 @@ ENDS = [0, 1, 18, 18, 50, 65, 194, 194]  # the first, the last and one group wit
 def grouped_call(spec: str, along_rows: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Makes the operands of a product of groups among 207 rows, on the CPU."""
     g = torch.Generator().manual_seed(len(spec))
-    table = mf.group_table(torch.tensor(ENDS, dtype=torch.int32), 207)
+    table = mf.tensor.group_table(torch.tensor(ENDS, dtype=torch.int32), 207)
     shapes = [(207, 96), (len(ENDS), 48, 96)] if along_rows else [(207, 130), (207, 48)]
     sides: list[torch.Tensor] = []
     for shape in shapes:
         groups = {} if len(shape) == 3 else {"groups": table}
         x = torch.randn(shape, generator=g)
-        q = mf.quantize(x, spec, columnwise=not along_rows, **groups)
+        q = mf.tensor.quantize(x, spec, columnwise=not along_rows, **groups)
         sides += [q.codes, q.scale, q.amax]
     where = {"k": 96 if along_rows else 207, "group_unit": 0 if along_rows else q.group_unit}
     return sides, {**where, "groups": table}
@@ -129,7 +131,7 @@ def test_groups(device, spec, along_rows):
 def test_a_nan_is_in_every_output_that_reads_it(device, spec):
     x, w = torch.ones(64, 128), torch.ones(48, 128)
     x[3, 40], x[7, 127] = float("nan"), float("inf")
-    got = mf.scaled_mm(*(moved(mf.quantize(t, spec), device) for t in (x, w))).cpu()
+    got = mf.tensor.scaled_mm(*(moved(mf.tensor.quantize(t, spec), device) for t in (x, w))).cpu()
     rows = [3, 7] if spec.startswith("mx") else range(64)  # NVFP4's tensor scale is NaN
     want = torch.full((64, 48), 128.0)
     for row in rows:

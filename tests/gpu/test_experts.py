@@ -45,7 +45,7 @@ class Case:
         is_column = self.layout == "column"
         w = (self.w if is_column else self.w.transpose(1, 2).contiguous()).clone().requires_grad_()
         bias = None if self.bias is None else self.bias.clone().requires_grad_()
-        y = mf.scaled_grouped_mm(
+        y = mf.functional.scaled_grouped_mm(
             a,
             w.transpose(1, 2) if is_column else w,
             self.offs,
@@ -100,7 +100,7 @@ def test_sizes_that_engines_do_not_take(cuda, recipe, k, n, layout):
 @pytest.mark.parametrize("spec", ["bf16", "mxfp8", "e4m3/row"])
 def test_results_are_contiguous(cuda, spec):
     """Rows of torch's own results are whole multiples of 16 bytes."""
-    table = mf.group_table(torch.tensor([3, 35], device=cuda).int(), 50)
+    table = mf.tensor.group_table(torch.tensor([3, 35], device=cuda).int(), 50)
     none = torch.empty(0, device=cuda)
 
     def operand(*shape, columnwise=False):
@@ -108,7 +108,7 @@ def test_results_are_contiguous(cuda, spec):
         if spec == "bf16":
             return x.t() if columnwise else x, none, none
         groups = {"groups": table} if len(shape) == 2 else {}
-        q = mf.quantize(x, spec, columnwise=columnwise, **groups)
+        q = mf.tensor.quantize(x, spec, columnwise=columnwise, **groups)
         return q.codes, q.scale, none if q.amax is None else q.amax
 
     rows = operand(50, 32), operand(2, 9, 32)
@@ -134,14 +134,14 @@ def at_odd_address(t):
 
 @pytest.mark.parametrize("spec", ["bf16", "mxfp8", "e4m3/row", "e4m3/tensor", "mxfp4"])
 def test_operands_at_any_address(cuda, spec):
-    table = mf.group_table(torch.tensor([37, 90], device=cuda).int(), 100)
+    table = mf.tensor.group_table(torch.tensor([37, 90], device=cuda).int(), 100)
     a, b = torch.randn(100, 64, device=cuda), torch.randn(2, 48, 64, device=cuda)
     bias = torch.randn(2, 48, device=cuda).bfloat16()
 
     def tensors(x, **groups):
         if spec == "bf16":
             return [x.bfloat16(), *[torch.empty(0, device=cuda)] * 2]
-        q = mf.quantize(x, spec, **groups)
+        q = mf.tensor.quantize(x, spec, **groups)
         return [q.codes, q.scale, torch.empty(0, device=cuda) if q.amax is None else q.amax]
 
     operands = [*tensors(a, groups=table), *tensors(b)]
@@ -159,19 +159,19 @@ def test_operands_at_any_address(cuda, spec):
 
 @pytest.mark.parametrize("spec", ["bf16", "mxfp8", "e4m3/row"])
 def test_columns_at_any_address(cuda, spec):
-    table = mf.group_table(torch.tensor([37, 90], device=cuda).int(), 100)
+    table = mf.tensor.group_table(torch.tensor([37, 90], device=cuda).int(), 100)
     x, g = torch.randn(100, 64, device=cuda), torch.randn(100, 48, device=cuda)
 
     def tensors(x):
         if spec == "bf16":
             return [x.bfloat16().t(), *[torch.empty(0, device=cuda)] * 2]
-        q = mf.quantize(x, spec, columnwise=True, groups=table)
+        q = mf.tensor.quantize(x, spec, columnwise=True, groups=table)
         return [q.codes, q.scale, torch.empty(0, device=cuda) if q.amax is None else q.amax]
 
     operands = [*tensors(g), *tensors(x)]
     given = {"k": 100, "groups": table, "group_unit": 32}
     if spec != "bf16":
-        given["group_unit"] = mf.quantize(x, spec, columnwise=True, groups=table).group_unit
+        given["group_unit"] = mf.tensor.quantize(x, spec, columnwise=True, groups=table).group_unit
     want = ops.scaled_mm(*operands, f"{spec}*{spec}", **given)
     got = ops.scaled_mm(*[at_odd_address(t) for t in operands], f"{spec}*{spec}", **given)
     assert relative(got, want) <= 8e-3
@@ -188,7 +188,7 @@ def test_few_rows(cuda, recipe, ends):
             w = torch.ones(2, 20, 12, dtype=torch.bfloat16, device=device, requires_grad=True)
             bias = torch.ones(2, 12, device=device, requires_grad=True)
             offs = torch.tensor(ends, device=device).int()
-            y = mf.scaled_grouped_mm(a, w, offs, recipe, bias=bias)
+            y = mf.functional.scaled_grouped_mm(a, w, offs, recipe, bias=bias)
             y.float().sum().backward()
             results.append([y.detach(), a.grad, w.grad, bias.grad])
         for got, want in zip(*reversed(results), strict=True):

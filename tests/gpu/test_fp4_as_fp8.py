@@ -69,14 +69,16 @@ def test_products_are_the_exact_ones(device, spec, spread, out_dtype):
     for rows in (256, 384):
         x = torch.randn(rows, 512, generator=g)
         x *= torch.exp2(spread * torch.randn(rows, 16, generator=g)).repeat_interleave(32, 1)
-        sides.append(mf.quantize(x, spec))
+        sides.append(mf.tensor.quantize(x, spec))
     bias = torch.randn(384, generator=g, dtype=out_dtype)
-    want = mf.scaled_mm(*sides, bias=bias, out_dtype=out_dtype)
+    want = mf.tensor.scaled_mm(*sides, bias=bias, out_dtype=out_dtype)
     there = [
-        mf.Quantized(q.codes.to(device), q.scale.to(device), q.amax.to(device), q.spec, q.shape)
+        mf.tensor.Quantized(
+            q.codes.to(device), q.scale.to(device), q.amax.to(device), q.spec, q.shape
+        )
         for q in sides
     ]
-    got = mf.scaled_mm(*there, bias=bias.to(device), out_dtype=out_dtype)
+    got = mf.tensor.scaled_mm(*there, bias=bias.to(device), out_dtype=out_dtype)
     require_close(got, want, 2.0**-8, f"{spec}, spread {spread}")
 
 

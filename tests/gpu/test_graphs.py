@@ -125,7 +125,7 @@ def test_replays_read_the_weight_as_it_then_is(cuda):
 def test_each_stream_quantizes_for_itself(cuda):
     """Runs q, k and v on three streams, and reads a weight on another stream than before."""
     projections = nn.ModuleDict({n: nn.Linear(128, 128) for n in ("wq", "wk", "wv")})
-    mf.quantize_(projections, "mxfp8", verbose=False)
+    mf.quantize_(projections, "mxfp8")
     projections.to(cuda, torch.bfloat16)
     x = torch.randn(4096, 128, device=cuda, dtype=torch.bfloat16)
     with torch.no_grad():

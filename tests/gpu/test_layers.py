@@ -49,21 +49,21 @@ def run_layer(device: torch.device, recipe: str, data: list[Tensor]) -> dict[str
     return {"saved": saved, "amax": amaxes, "y": y.detach(), "dx": dx, "dW": dw, "db": db}
 
 
-def is_fp8(product: mf.Product) -> bool:
+def is_fp8(product: mf.recipe.Product) -> bool:
     """Tells whether FP8 tensor cores may run it, whose sums are shorter than fp32."""
     families = {"tensor", "row", "1x128", "128x128"}
     specs = [spec.split("+")[0] for spec in (product.a, product.b)]
     return all(s.startswith("e") and s.split("/")[1] in families for s in specs)
 
 
-def is_powers_of_two_fp4(product: mf.Product) -> bool:
+def is_powers_of_two_fp4(product: mf.recipe.Product) -> bool:
     """Tells whether it may run as an FP8 product of the same values."""
     return all(
         s.startswith("mxfp4") or ("nvfp4" in s and "+pow2" in s) for s in (product.a, product.b)
     )
 
 
-def tolerance(product: mf.Product, dtype: torch.dtype) -> float:
+def tolerance(product: mf.recipe.Product, dtype: torch.dtype) -> float:
     """Returns the largest relative error, in the Frobenius norm, between two engines.
 
     Exact products: fp32 sums of up to 400 terms in two orders, 400 * 2^-24 in the worst case; where
@@ -134,7 +134,7 @@ def test_group_is_its_layers(device, recipe):
     leaves = [t.requires_grad_() for t in (x, w, w2, b)]
     rng = torch.tensor([1, 2, 3], device=device)
     histories = [history().to(device) for _ in range(4)]
-    group = mf.linear_group(
+    group = mf.functional.linear_group(
         x, [w, w2], [b, None], recipe, rng=[rng, rng], amax_history=histories[:2]
     )
     singles = [
@@ -207,7 +207,7 @@ def test_what_is_reused_is_what_would_be_computed(device, recipe, autocast):
     """Compares micro-batches and sibling layers with layers that reuse nothing."""
     torch.manual_seed(0)
     model = nn.ModuleDict({n: nn.Linear(128, 96) for n in ("q_proj", "k_proj", "v_proj")})
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe)
     model.to(device, torch.float32 if autocast else torch.bfloat16)
     twin = copy.deepcopy(model)
     for layer in twin.values():

@@ -106,7 +106,7 @@ def add_shard(
     is_fragment: bool,
 ) -> None:
     rows, cols = master.shape
-    like = mf.quantize(master, spec, columnwise=columnwise, amax=given_amax(spec))
+    like = mf.tensor.quantize(master, spec, columnwise=columnwise, amax=given_amax(spec))
     layout = ops.fragment_layout([spec], [cols], [*cut], 1)
     whole = rows * ops.spec_sizes(spec, rows, cols)[0]
     size = layout[2] - layout[1] if is_fragment else whole
@@ -260,8 +260,8 @@ def test_a_step_on_one_rank_is_the_whole_cast(device):
     weights = [
         mf.QuantizedTensor.from_tensor(torch.zeros_like(m), *f) for m, f in zip(masters, formats)
     ]
-    mf.quantize_master_weights(weights, [m.flatten() for m in masters], [0] * 3, None)
-    mf.post_all_gather_processing(weights)
+    mf.distributed.quantize_master_weights(weights, [m.flatten() for m in masters], [0] * 3, None)
+    mf.distributed.post_all_gather_processing(weights)
     for weight, master, specs in zip(weights, masters, formats):
         want = mf.QuantizedTensor.from_tensor(master, *specs)
         for side in ("rowwise", "columnwise"):

@@ -36,7 +36,7 @@ class Job:
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         self.model: nn.Module = sharded(model.to(device), mp_policy=policy)
         if wire is not None:
-            mf.quantize_gradients_(self.model, wire)
+            mf.distributed.quantize_gradients_(self.model, wire)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=RATE, fused=True, capturable=True
         )

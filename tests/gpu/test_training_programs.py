@@ -27,7 +27,7 @@ def test_graphs_train_as_eager_mode_does(cuda, name, recipe):
         torch.manual_seed(0)
         # No bias: compiled code sums its gradient in another order.
         model = programs.Model(bias=False).to(cuda)
-        mf.quantize_(model, recipe, keep="nothing", verbose=False)
+        mf.quantize_(model, recipe, keep="nothing")
         return model
 
     torch.compiler.reset()

@@ -54,7 +54,7 @@ def build(recipe: str, device: torch.device, fuse: bool) -> nn.Module:
     block = GatedBlock if fuse else Block
     model = nn.Sequential(block(), block()).to(device, torch.bfloat16)
     if recipe != "bf16":
-        report = mf.quantize_(model, recipe, verbose=False, fuse=fuse)
+        report = mf.quantize_(model, recipe, fuse=fuse)
         assert bool(report.fused) == fuse
     return model
 

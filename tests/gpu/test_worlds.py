@@ -84,7 +84,7 @@ def check_weight(recipe: str, n: int, k: int, device: torch.device) -> None:
     with torch.no_grad():
         model[0].layer.weight.copy_(weight)
     model.to(device)
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe)
     layer = model[0].layer
     fully_shard(model[0])
     fully_shard(model)
@@ -97,7 +97,7 @@ def check_weight(recipe: str, n: int, k: int, device: torch.device) -> None:
             seen.append("values")  # shards end inside a transform
             return
         got = whole.columnwise if columnwise else whole.rowwise
-        want = mf.quantize(weight, specs[columnwise], columnwise=columnwise)
+        want = mf.tensor.quantize(weight, specs[columnwise], columnwise=columnwise)
         require_same_parts(got, want, f"{recipe}, {n}x{k}, columnwise {columnwise}")
         seen.append("codes")
 
@@ -143,7 +143,7 @@ def first_output(recipe: str, device: torch.device, cycles: int) -> Tensor:
         for i, block in enumerate(blocks):
             block.layer.weight.copy_(normal(i, 256, 256) * 4.0 ** (i - 6))  # scales that differ
     model = nn.Sequential(Late(cycles), *blocks, nn.Identity()).to(device)
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe)
     for block in blocks:
         fully_shard(block)
     fully_shard(model)
@@ -186,7 +186,7 @@ def check_late_gradients(rank: int, kind: str) -> None:
     """Sums on a stream of their own, behind a kernel that writes the gradients late."""
     device, n = device_of(rank, kind), 5000
     model = fully_shard(nn.Linear(8, 8).to(device))
-    mf.quantize_gradients_(model, "e4m3/1x128")
+    mf.distributed.quantize_gradients_(model, "e4m3/1x128")
     ((_, _, group),) = gradients.sharded_modules(model)
     sums = []
     for cycles in (0, 200_000_000):  # a tenth of a second
@@ -219,7 +219,7 @@ def check_masters(rank: int, kind: str, index: int | None = None) -> None:
         masters.append(flat[:cut] if rank == 0 else flat[cut:])
         starts.append(0 if rank == 0 else cut)
     fragments = None
-    mf.quantize_master_weights(weights, masters, starts, dist.group.WORLD, fragments)
+    mf.distributed.quantize_master_weights(weights, masters, starts, dist.group.WORLD, fragments)
     for i, (spec, weight) in enumerate(zip(MASTERS, weights)):
         values = normal(i, n * k).view(n, k).bfloat16()
         want = mf.QuantizedTensor.from_tensor(values, spec, spec)
@@ -328,7 +328,7 @@ def check_training(rank: int, kind: str) -> None:
         models = [build_model(ModelConfig(64, 2, 2, 1, 96, 300), 32, 1, kind) for _ in range(2)]
         if recipe != "bf16":
             for model in models:
-                mf.quantize_(model, recipe, verbose=False)
+                mf.quantize_(model, recipe)
         for module in (*models[1].layers, models[1]):
             fully_shard(module)
         optimizers = [torch.optim.AdamW(model.parameters(), lr=2e-3) for model in models]

@@ -72,7 +72,7 @@ def test_errors_are_those_of_the_layer_itself():
         for convert in (False, True):
             inner, a = copy.deepcopy(layer), given.clone().requires_grad_()
             if convert:
-                mf.quantize_(inner, "mxfp8", keep="nothing", verbose=False)
+                mf.quantize_(inner, "mxfp8", keep="nothing")
             y = inner(a)
             g = 2 * model.down(h) / y.numel() if layer is model.down else g_of_up(model, x)
             y.backward(g)
@@ -83,10 +83,10 @@ def test_errors_are_those_of_the_layer_itself():
         assert got == pytest.approx(errors, rel=1e-4)
         by_name = {each.operand: each for each in row.operands}
         assert list(by_name) == OPERANDS
-        values = mf.quantize(given, "mxfp8").dequantize()
+        values = mf.tensor.quantize(given, "mxfp8").dequantize()
         snr = 20 * math.log10(1 / relative(values, given))
         assert by_name["x/fprop"].snr_db == pytest.approx(snr, abs=1e-3)
-        values = mf.quantize(layer.weight.detach(), "mxfp8", columnwise=True).dequantize()
+        values = mf.tensor.quantize(layer.weight.detach(), "mxfp8", columnwise=True).dequantize()
         snr = 20 * math.log10(1 / relative(values, layer.weight.detach().t()))
         assert by_name["w/dgrad"].snr_db == pytest.approx(snr, abs=1e-3)
         assert row.operations == 24 * layer.weight.numel()
@@ -107,7 +107,7 @@ def test_the_first_order_predicts_the_loss():
     checked = 0
     for name, row in found.items():
         model = llama()
-        mf.quantize_(model, f"{name}: fp8_rowwise", keep="nothing", verbose=False)
+        mf.quantize_(model, f"{name}: fp8_rowwise", keep="nothing")
         change = loss_of(model, ids()).double().item() - exact
         assert abs(change - row.loss_first) < 3 * row.loss_second + 0.1 * abs(row.loss_first) + 2e-6
         checked += abs(row.loss_first) > 10 * row.loss_second + 2e-5
@@ -125,7 +125,7 @@ def test_the_second_order_is_a_fisher_form():
     (row,) = mf.inspect(layer, x, "nvfp4", loss=lambda m, b: F.cross_entropy(m(b), labels)).rows
     y = layer(x).detach()
     quantized = copy.deepcopy(layer)
-    mf.quantize_(quantized, "nvfp4", keep="nothing", verbose=False)
+    mf.quantize_(quantized, "nvfp4", keep="nothing")
     d, p = quantized(x).detach() - y, y.softmax(-1)
     hessian = ((p * d * d).sum(-1) - (p * d).sum(-1) ** 2).mean() / 2
     assert row.loss_second == pytest.approx(hessian.item(), rel=0.1)
@@ -229,7 +229,7 @@ def test_experts_are_inspected_one_by_one():
     for expert in range(4):
         rows = x[(indices == expert).any(1)]
         tokens += len(rows)
-        values = mf.quantize(rows, "mxfp8").dequantize()
+        values = mf.tensor.quantize(rows, "mxfp8").dequantize()
         signal, noise = signal + rows.square().sum(), noise + (rows - values).square().sum()
     assert tokens == indices.numel()
     assert w13.operations == tokens * 64 * 64
@@ -321,7 +321,7 @@ def test_what_waits_for_others_of_its_shape(monkeypatch):
 
 def test_converted_layers_have_their_own_recipe():
     model = llama(MIXED)
-    mf.quantize_(model, "*: nvfp4; layers.1.*: mxfp8; *.wq: fp8_delayed", verbose=False)
+    mf.quantize_(model, "*: nvfp4; layers.1.*: mxfp8; *.wq: fp8_delayed")
     found = mf.inspect(model, ids(), loss=loss_of)
     own = {row.layer: row.recipe for row in found.rows}
     assert own["layers.0.attention.wv"] == "nvfp4"
@@ -347,7 +347,7 @@ def test_what_is_not_inspected_has_its_reason():
             return super().forward(self.codes(x))
 
     model = Model()
-    mf.quantize_(model, "codes: mxfp8_2d", primary=True, verbose=False)
+    mf.quantize_(model, "codes: mxfp8_2d", primary=True)
     found = mf.inspect(model, torch.randn(8, 32), ["mxfp8"])
     reasons = dict(found.skipped)
     assert reasons["idle"] == NOT_CALLED
@@ -365,12 +365,12 @@ def test_experts_of_other_libraries_are_named():
         assert reasons
         assert all(why.startswith("experts in a ") for why in reasons), reasons
         assert not any("experts" in row.layer for row in found.rows)
-        mf.quantize_(model, "mxfp8", keep="nothing", verbose=False)
+        mf.quantize_(model, "mxfp8", keep="nothing")
 
 
 def test_a_model_without_a_layer_to_inspect(tmp_path):
     model = nn.Sequential(nn.Linear(32, 32))
-    mf.quantize_(model, "mxfp8_2d", primary=True, verbose=False)
+    mf.quantize_(model, "mxfp8_2d", primary=True)
     found = mf.inspect(model, torch.ones(2, 32), loss=lambda m, x: m(x).mean())
     assert not found.rows
     assert "- 0: its weight is codes (primary)" in found.table()
@@ -380,7 +380,7 @@ def test_a_model_without_a_layer_to_inspect(tmp_path):
 def test_layers_of_a_feed_forward_that_is_one_op():
     """Hooks make it call its layers one by one."""
     mlp = mf.MLP(32, 64, gated=True, activation="silu")
-    report = mf.quantize_(mlp, "mxfp8", fuse=True, keep="nothing", verbose=False)
+    report = mf.quantize_(mlp, "mxfp8", fuse=True, keep="nothing")
     assert report.fused
     found = mf.inspect(mlp, torch.randn(8, 32), loss=lambda m, x: m(x).square().mean())
     assert [row.layer for row in found.rows] == ["gate", "up", "down"]
@@ -424,7 +424,7 @@ def test_training_goes_on_as_without_it():
     models = []
     for look in (False, True):
         model = llama(MIXED)
-        mf.quantize_(model, "*: nvfp4; *.wq: fp8_delayed", verbose=False, accumulate="main_grad")
+        mf.quantize_(model, "*: nvfp4; *.wq: fp8_delayed", accumulate="main_grad")
         model.layers[0].attention_norm.eval()
         for linear in (m for m in model.modules() if isinstance(m, nn.Linear)):
             linear.weight.main_grad = torch.zeros_like(linear.weight)
@@ -487,7 +487,7 @@ def test_the_map_keeps_a_share(inspection):
     assert kept == set(rows) - {"output"}
     first = inspection.recipe_map(0.9)
     model = llama()
-    report = mf.quantize_(model, first, verbose=False)
+    report = mf.quantize_(model, first)
     recipes = dict(report.converted)
     assert all(
         recipes[name] == "nvfp4"
@@ -503,9 +503,9 @@ def test_a_map_of_experts():
     text = found.recipe_map(0.0).text
     assert text.count("layers.1.moe.experts: bf16") == 1
     assert "router" not in text
-    every = mf.quantize_(llama(MIXED), found.recipe_map(1.0), verbose=False)
+    every = mf.quantize_(llama(MIXED), found.recipe_map(1.0))
     assert {name for name, _ in every.converted} == {r.layer for r in found.rows} - {"output"}
-    some = mf.quantize_(llama(MIXED), found.recipe_map(0.8), verbose=False)
+    some = mf.quantize_(llama(MIXED), found.recipe_map(0.8))
     assert 0 < len(some.converted) < len(every.converted)
 
 

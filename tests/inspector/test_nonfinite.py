@@ -25,7 +25,7 @@ def ids():
 def model(request):
     model = build_model(CONFIG, 16, 1, "cpu")
     if request.param != "bf16":
-        mf.quantize_(model, request.param, verbose=False)
+        mf.quantize_(model, request.param)
     return model
 
 
@@ -113,7 +113,7 @@ def test_the_gradient_of_a_parameter():
 
 def test_experts():
     model = build_model(ModelConfig(32, 2, 2, 2, 48, 300, 16, 4, 2, 1), 16, 1, "cpu")
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8")
     with torch.no_grad():
         model.layers[1].moe.experts.w2[1, 0, 0] = math.nan
     assert found_in(model) == "layers.1.moe.experts, w2 of fprop: 1 of 2048 values"

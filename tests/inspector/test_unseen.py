@@ -69,7 +69,7 @@ def test_a_call_that_is_not_seen_has_its_reason(way, converted):
     call, reason = CALLS[way]
     model, x = Model(call), torch.randn(8, 32)
     if converted:
-        mf.quantize_(model, "mxfp8", keep="nothing", verbose=False)
+        mf.quantize_(model, "mxfp8", keep="nothing")
     found = mf.inspect(model, x, ["mxfp8"])
     assert [row.layer for row in found.rows] == ["down"]
     assert dict(found.skipped) == {"up": reason, "idle": NOT_CALLED}

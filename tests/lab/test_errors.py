@@ -1,4 +1,4 @@
-"""mf.errors: the inspector's numbers of any tensor, for specs and for rules in Python."""
+"""mf.lab.errors: the inspector's numbers of any tensor, for specs and for rules in Python."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ def test_errors_are_those_of_the_inspector():
         (row.operands[1], weight, False),
         (row.operands[3], weight, True),
     ):
-        (found,) = mf.errors(t, each.spec, columnwise=columnwise).rows
+        (found,) = mf.lab.errors(t, each.spec, columnwise=columnwise).rows
         assert dataclasses.replace(found, operand=each.operand) == each
 
 
@@ -41,7 +41,7 @@ def test_a_spec_as_a_rule_has_its_errors(spec, columnwise):
     """Values are equal, so each number that they tell is."""
     x = matrix()
     named = dataclasses.replace(RULES[spec], name="mine")
-    want, got = mf.errors(x, [spec, named], columnwise=columnwise).rows
+    want, got = mf.lab.errors(x, [spec, named], columnwise=columnwise).rows
     assert got.spec == "mine"
     assert math.isnan(got.saturated)
     assert math.isnan(got.zero_scales)
@@ -55,23 +55,25 @@ def test_a_spec_as_a_rule_has_its_errors(spec, columnwise):
 def test_numbers_of_a_batch_are_sums():
     x = torch.stack([matrix(), 3 * matrix(), matrix().flip(0)])
     for rule in ("mxfp4", RULES["mxfp4"]):
-        (whole,) = mf.errors(x, rule).rows
-        parts = [mf.errors(each, rule).rows[0] for each in x]
+        (whole,) = mf.lab.errors(x, rule).rows
+        parts = [mf.lab.errors(each, rule).rows[0] for each in x]
         assert whole.elements == sum(part.elements for part in parts) == x.numel()
         assert whole.flushed == pytest.approx(sum(part.flushed for part in parts) / 3)
         assert whole.amax == x.abs().max()
-        error = (mf.fake_quantize(x, rule).double() - x).square().sum() / x.double().square().sum()
+        error = (
+            mf.lab.fake_quantize(x, rule).double() - x
+        ).square().sum() / x.double().square().sum()
         assert whole.snr_db == pytest.approx(-10 * math.log10(error), abs=1e-4)
 
 
 def test_random_bits_are_those_of_the_cast():
     x = torch.randn(64, 64)
     for seed, stream in ((1, 2), (3, 4)):
-        values = mf.fake_quantize(x, "nvfp4+sr", seed=seed, stream=stream)
+        values = mf.lab.fake_quantize(x, "nvfp4+sr", seed=seed, stream=stream)
         error = (values - x).double().square().sum() / x.double().square().sum()
-        (row,) = mf.errors(x, "nvfp4+sr", seed=seed, stream=stream).rows
+        (row,) = mf.lab.errors(x, "nvfp4+sr", seed=seed, stream=stream).rows
         assert row.snr_db == pytest.approx(-10 * math.log10(error), abs=1e-4)
-    a, b = (mf.errors(x, "nvfp4+sr", seed=seed).rows[0].snr_db for seed in (1, 2))
+    a, b = (mf.lab.errors(x, "nvfp4+sr", seed=seed).rows[0].snr_db for seed in (1, 2))
     assert a != b
 
 
@@ -80,20 +82,20 @@ def test_random_bits_of_a_batch_are_those_of_the_cast(columnwise):
     """Matrices of equal values draw different bits, by their place in the batch."""
     x = torch.randn(48, 80).expand(3, 48, 80).contiguous()
     for spec in ("mxfp4+sr", "nvfp4+sr", "e4m3/row+sr"):
-        values = mf.fake_quantize(x, spec, columnwise=columnwise, seed=5, stream=6)
+        values = mf.lab.fake_quantize(x, spec, columnwise=columnwise, seed=5, stream=6)
         assert not torch.equal(values[0], values[1]), spec
         read = x.mT if columnwise else x
         error = (values - read).double().square().sum() / x.double().square().sum()
-        (row,) = mf.errors(x, spec, columnwise=columnwise, seed=5, stream=6).rows
+        (row,) = mf.lab.errors(x, spec, columnwise=columnwise, seed=5, stream=6).rows
         assert row.snr_db == pytest.approx(-10 * math.log10(error), abs=1e-5), spec
 
 
 def test_exact_values_and_values_that_are_not_finite():
-    same = mf.Rule(lambda blocks: blocks, (1, 16))
+    same = mf.lab.Rule(lambda blocks: blocks, (1, 16))
     x = torch.ones(4, 32)
-    assert [row.snr_db for row in mf.errors(x, ["mxfp8", same]).rows] == [math.inf] * 2
+    assert [row.snr_db for row in mf.lab.errors(x, ["mxfp8", same]).rows] == [math.inf] * 2
     x[1, 2], x[3, 5] = math.inf, math.nan
-    for row in mf.errors(x, ["mxfp8", same]).rows:
+    for row in mf.lab.errors(x, ["mxfp8", same]).rows:
         assert row.nonfinite == 2
         assert math.isnan(row.snr_db)
 
@@ -101,15 +103,15 @@ def test_exact_values_and_values_that_are_not_finite():
 def test_the_tensor_stays_and_needs_no_gradient():
     x = matrix().bfloat16().requires_grad_()
     before = x.detach().clone()
-    wrong = mf.Rule(lambda blocks: blocks.mul_(0.5), (1, 16), "half")
-    rows = mf.errors(x, [*SPECS, wrong]).rows
+    wrong = mf.lab.Rule(lambda blocks: blocks.mul_(0.5), (1, 16), "half")
+    rows = mf.lab.errors(x, [*SPECS, wrong]).rows
     require_same(x.detach(), before)
     assert [row.spec for row in rows] == [*SPECS, "half"]
     assert rows[-1].snr_db == pytest.approx(20 * math.log10(2), abs=1e-4)
 
 
 def test_the_table_has_a_line_a_rule():
-    found = mf.errors(matrix(), [*SPECS, RULES["nvfp4"]])
+    found = mf.lab.errors(matrix(), [*SPECS, RULES["nvfp4"]])
     titles, _, *lines = found.table().splitlines()
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in (titles, *lines)]
     assert [line[0] for line in cells[1:]] == [*SPECS, "cast"]
@@ -127,9 +129,15 @@ def test_the_table_has_a_line_a_rule():
         (torch.ones(32), "mxfp4", {}, ValueError, "got 1 dimensions"),
         (torch.ones(2, 32).double(), "mxfp4", {}, ValueError, "float32 or bfloat16, got torch.flo"),
         (torch.ones(0, 32), "mxfp4", {}, ValueError, r"x with elements, got shape \(0, 32\)"),
-        (torch.ones(2, 32), [], {}, ValueError, "expected a spec or a mf.Rule, got none"),
-        (torch.ones(2, 32), 4, {}, TypeError, "expected a spec or a mf.Rule, got int"),
-        (torch.ones(2, 32), ["mxfp4", mf.Recipe("mxfp4")], {}, TypeError, "a mf.Rule, got Recipe"),
+        (torch.ones(2, 32), [], {}, ValueError, "expected a spec or a mf.lab.Rule, got none"),
+        (torch.ones(2, 32), 4, {}, TypeError, "expected a spec or a mf.lab.Rule, got int"),
+        (
+            torch.ones(2, 32),
+            ["mxfp4", mf.Recipe("mxfp4")],
+            {},
+            TypeError,
+            "a mf.lab.Rule, got Recipe",
+        ),
         (torch.ones(2, 32), "mxfp5", {}, ValueError, "'mxfp5' is not an operand"),
         (torch.ones(2, 32), "bf16", {}, ValueError, "bf16 is the identity and has no codes"),
         (torch.ones(2, 32), "mxfp4", {"columnwise": 1}, TypeError, "columnwise: expected True or"),
@@ -139,4 +147,4 @@ def test_the_table_has_a_line_a_rule():
 )
 def test_refusals(x, rules, options, error, match):
     with pytest.raises(error, match=match):
-        mf.errors(x, rules, **options)
+        mf.lab.errors(x, rules, **options)

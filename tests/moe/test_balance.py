@@ -1,4 +1,4 @@
-"""mf.balance_loss: its gradient has every factor of the loss that it is added to."""
+"""mf.moe.balance_loss: its gradient has every factor of the loss that it is added to."""
 
 import copy
 import pickle
@@ -27,7 +27,7 @@ class Block(nn.Module):
         y = x + self.moe(x)
         if not self.returns_loss:
             return y
-        own = mf.balance_loss(self)
+        own = mf.moe.balance_loss(self)
         return y, own if balance is None else balance + own
 
 
@@ -57,7 +57,7 @@ def written_loss(model: nn.Sequential, x: torch.Tensor) -> torch.Tensor:
         mean = (scores / scores.sum(-1, keepdim=True)).mean(0)
         total = total + router.balance_loss * E * (share * mean).sum()
         x = block(x)
-    mf.balance_loss(model)
+    mf.moe.balance_loss(model)
     return total
 
 
@@ -85,20 +85,20 @@ def test_follows_the_loss(recipe):
     model, x = built(), tokens()
     expected = reference(model, x, task)
     if recipe is not None:
-        mf.quantize_(model, "*: nvfp4; *.experts: mxfp8", verbose=False)
-    (task(model(x)) + mf.balance_loss(model)).backward()
+        mf.quantize_(model, "*: nvfp4; *.experts: mxfp8")
+    (task(model(x)) + mf.moe.balance_loss(model)).backward()
     once = gradients(model)
     if recipe is None:
         assert_close(once, expected)
     for _ in range(8):
-        ((task(model(x)) + mf.balance_loss(model)) / 8).backward()
+        ((task(model(x)) + mf.moe.balance_loss(model)) / 8).backward()
     for a, b in zip(gradients(model), once):
         # 7 additions of equal numbers in fp32, each to 2^-24 of its result: 4.2e-7
         torch.testing.assert_close(a, b, rtol=4.2e-7, atol=0)
-    (65536 * (task(model(x)) + mf.balance_loss(model))).backward()
+    (65536 * (task(model(x)) + mf.moe.balance_loss(model))).backward()
     for a, b in zip(gradients(model), once):
         assert torch.equal(a / 65536, b)
-    (0 * (task(model(x)) + mf.balance_loss(model))).backward()
+    (0 * (task(model(x)) + mf.moe.balance_loss(model))).backward()
     assert not any(g.any() for g in gradients(model))
     mf.step(model)
 
@@ -107,10 +107,10 @@ def test_value_is_that_of_the_written_loss():
     model, x = built(), tokens()
     expected = written_loss(model, x)
     model(x)
-    found = mf.balance_loss(model)
+    found = mf.moe.balance_loss(model)
     assert (found.shape, found.dtype) == ((), torch.float32)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)  # scalars of fp32 sums
-    assert mf.balance_loss(model).item() == 0  # it was taken
+    assert mf.moe.balance_loss(model).item() == 0  # it was taken
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -140,19 +140,19 @@ def test_checkpointed_blocks_return_it(use_reentrant):
 def test_read_behind_checkpointed_blocks():
     """use_reentrant=False keeps the graph of the first forward; True has none, which raises."""
     model, x = built(), tokens().requires_grad_()
-    (task(model(x)) + mf.balance_loss(model)).backward()
+    (task(model(x)) + mf.moe.balance_loss(model)).backward()
     expected = gradients(model)
     y = x
     for block in model:
         y = checkpoint(block, y, use_reentrant=False)
-    (task(y) + mf.balance_loss(model)).backward()
+    (task(y) + mf.moe.balance_loss(model)).backward()
     for a, b in zip(gradients(model), expected):
         assert torch.equal(a, b)
     mf.step(model)
     for block in model:
         y = checkpoint(block, y, use_reentrant=True)
     with pytest.raises(ValueError, match=r"balance_loss: 0\.moe: expected a forward with gradient"):
-        mf.balance_loss(model)
+        mf.moe.balance_loss(model)
 
 
 def test_compiled_models():
@@ -162,14 +162,14 @@ def test_compiled_models():
     inner = copy.deepcopy(model)
 
     def step(x):
-        return task(inner(x)) + mf.balance_loss(inner)
+        return task(inner(x)) + mf.moe.balance_loss(inner)
 
     whole = torch.compile(step, fullgraph=True, backend="aot_eager")
     for seed in range(3):
         x = tokens(seed)
-        (task(model(x)) + mf.balance_loss(model)).backward()
+        (task(model(x)) + mf.moe.balance_loss(model)).backward()
         expected = gradients(model)
-        (task(compiled(x)) + mf.balance_loss(model)).backward()
+        (task(compiled(x)) + mf.moe.balance_loss(model)).backward()
         assert_close(gradients(model), expected)
         whole(x).backward()
         assert_close(gradients(inner), expected)
@@ -181,7 +181,7 @@ def test_compiled_models():
 def test_compiled_checkpoints():
     """A checkpoint within compiled code, by the setting that torch's error names, as torchtitan."""
     model, x = built(), tokens()
-    (task(model(x)) + mf.balance_loss(model)).backward()
+    (task(model(x)) + mf.moe.balance_loss(model)).backward()
     expected = gradients(model)
 
     def blocks(x):
@@ -191,18 +191,18 @@ def test_compiled_checkpoints():
 
     compiled = torch.compile(blocks, fullgraph=True, backend="aot_eager")
     for _ in range(2):
-        (task(compiled(x)) + mf.balance_loss(model)).backward()
+        (task(compiled(x)) + mf.moe.balance_loss(model)).backward()
         assert_close(gradients(model), expected)
     mf.step(model)
 
 
 def test_grad_scaler_skips_a_step_and_keeps_the_ratio():
     model, x = built(), tokens()
-    (task(model(x)) + mf.balance_loss(model)).backward()
+    (task(model(x)) + mf.moe.balance_loss(model)).backward()
     expected = gradients(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    scaler.scale(task(model(x)) + mf.balance_loss(model)).backward()
+    scaler.scale(task(model(x)) + mf.moe.balance_loss(model)).backward()
     scaler.unscale_(optimizer)
     for a, b in zip(gradients(model), expected):
         assert torch.equal(a, b)
@@ -216,43 +216,43 @@ def test_step_refuses_a_loss_that_nobody_read():
         with pytest.raises(ValueError, match=r"nobody read in 0\.moe, 1\.moe"):
             mf.step(model)
         assert all(block.moe.router.loss is loss for block, loss in zip(model, kept))
-    mf.balance_loss(model)  # of a forward that is given up
+    mf.moe.balance_loss(model)  # of a forward that is given up
     mf.step(model)
     with torch.no_grad():
         model(x)
     mf.step(model)  # a forward without gradients balances nothing
     model.eval()(x)
-    assert mf.balance_loss(model).item() == 0
+    assert mf.moe.balance_loss(model).item() == 0
 
 
 def test_forwards_without_gradients_leave_no_trace():
     model, x = built(), tokens()
     model(x)
-    expected = mf.balance_loss(model)
+    expected = mf.moe.balance_loss(model)
     for before, behind in ((True, False), (False, True)):
         with torch.no_grad():
             _ = model(tokens(5)) if before else None
         model(x)
         with torch.no_grad():
             _ = model(tokens(5)) if behind else None
-        assert torch.equal(mf.balance_loss(model), expected)
+        assert torch.equal(mf.moe.balance_loss(model), expected)
 
 
 def test_copies_have_no_loss():
     model = built()
     model(tokens())
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert mf.balance_loss(other).item() == 0
-    assert mf.balance_loss(model).requires_grad
+        assert mf.moe.balance_loss(other).item() == 0
+    assert mf.moe.balance_loss(model).requires_grad
 
 
 def test_models_without_the_loss():
-    assert mf.balance_loss(nn.Linear(2, 2)).item() == 0
+    assert mf.moe.balance_loss(nn.Linear(2, 2)).item() == 0
     model = built(balance="bias")
     model(tokens())
-    assert mf.balance_loss(model).item() == 0
+    assert mf.moe.balance_loss(model).item() == 0
     with pytest.raises(TypeError, match=r"balance_loss: expected a torch\.nn.Module"):
-        mf.balance_loss([model])
+        mf.moe.balance_loss([model])
 
 
 class Stage(nn.Module):
@@ -265,7 +265,7 @@ class Stage(nn.Module):
     def forward(self, x, balance=None):
         for block in self.blocks:
             x = block(x)
-        own = mf.balance_loss(self)[None]
+        own = mf.moe.balance_loss(self)[None]
         return x, own if balance is None else balance + own
 
 
@@ -274,7 +274,7 @@ def check_pipeline(rank: int) -> None:
     x, batches, layers = tokens(count=64), 4, 4
     alone = built(layers)
     for part in x.chunk(batches):
-        ((task(alone(part)) + mf.balance_loss(alone)) / batches).backward()
+        ((task(alone(part)) + mf.moe.balance_loss(alone)) / batches).backward()
     of_block = [[p.grad for p in block.parameters()] for block in alone]
 
     def loss_fn(output, target):

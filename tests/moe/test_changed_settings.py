@@ -181,7 +181,7 @@ def doubled(y, factor=1.0, *, shift=0.0):
 
 
 def converted(experts: nn.Module) -> nn.Module:
-    mf.quantize_(nn.ModuleList([experts]), "mxfp8", verbose=False)
+    mf.quantize_(nn.ModuleList([experts]), "mxfp8")
     assert hasattr(experts, "original"), "left out"
     return experts
 
@@ -276,7 +276,7 @@ def test_activations_that_do_more_are_left_out(name):
     del experts.act_fn
     experts.act_fn = build()
     model = nn.ModuleDict({"experts": experts, "other": nn.Linear(32, 32)})
-    skipped = dict(mf.quantize_(model, "mxfp8", verbose=False).skipped)
+    skipped = dict(mf.quantize_(model, "mxfp8").skipped)
     assert reason in skipped["experts.down_proj"]
     assert COUNTED == []
 
@@ -298,7 +298,7 @@ def test_an_activation_with_the_name_of_another_runs_itself():
         parameter.data = parameter.data.sign() * 0.25  # exact in E4M3
     experts = copy.deepcopy(plain)
     recipe = "fprop=bf16*mxfp8 dgrad=bf16*bf16 wgrad=bf16*bf16"
-    mf.quantize_(nn.ModuleList([experts]), recipe, verbose=False)
+    mf.quantize_(nn.ModuleList([experts]), recipe)
     assert hasattr(experts, "original")
     assert relative_error(call(experts), call(plain)) < 1e-5
 
@@ -310,7 +310,7 @@ def call(experts: nn.Module) -> torch.Tensor:
 
 def test_a_changed_setting_raises_and_names_itself(monkeypatch):
     model = nn.ModuleDict({"experts": Adjustable()})
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8")
     experts = model["experts"]
     expected = call(experts)
     experts.config.unread = experts.remark = 2  # which the forward does not read
@@ -335,7 +335,7 @@ def test_a_changed_setting_raises_and_names_itself(monkeypatch):
 
 def test_compiled_code_reads_the_settings_too():
     experts = Adjustable()
-    mf.quantize_(nn.ModuleList([experts]), "mxfp8", verbose=False)
+    mf.quantize_(nn.ModuleList([experts]), "mxfp8")
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
     assert torch.equal(call(compiled), call(experts))
     experts.factor = 2.0
@@ -347,7 +347,7 @@ def test_compiled_code_reads_the_settings_too():
 
 def test_what_an_activation_runs_besides_its_forward_still_runs():
     experts, seen = Foreign(), []
-    mf.quantize_(nn.ModuleList([experts]), "mxfp8", verbose=False)
+    mf.quantize_(nn.ModuleList([experts]), "mxfp8")
     plain = call(experts)
     experts.act_fn.register_forward_hook(lambda *args: seen.append(1) or 0 * args[-1])
     assert not torch.equal(call(experts), plain)

@@ -58,7 +58,7 @@ def run(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_report_lists_every_parameter(name, capsys):
+def test_report_lists_every_parameter(name):
     torch.manual_seed(0)
     model = model_of(BLOCKS[name](), nn.Linear(D, D))
     report = mf.quantize_(model, "*: nvfp4; *.experts: fp8_rowwise")
@@ -67,7 +67,7 @@ def test_report_lists_every_parameter(name, capsys):
         assert converted[f"0.{parameter}"] == "fp8_rowwise"
     assert converted["1"] == "nvfp4"
     assert skipped == {f"0.{ROUTERS.get(name, 'gate')}": ROUTER_REASON}
-    assert "experts." in capsys.readouterr().out
+    assert "experts." in str(report)
 
 
 def visits(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -110,10 +110,10 @@ def test_gates_beside_experts_are_left_out_by_name_and_shape():
     block.shared_expert_gate = nn.Linear(D, 1, bias=False)
     block.gate_proj = nn.Linear(D, E)
     block.shared_expert = nn.ModuleDict({"gate": nn.Linear(D, D)})
-    skipped = dict(mf.quantize_(model_of(block), "mxfp8", verbose=False).skipped)
+    skipped = dict(mf.quantize_(model_of(block), "mxfp8").skipped)
     assert skipped == dict.fromkeys(("0.gate", "0.shared_expert_gate"), ROUTER_REASON)
     alone = model_of(nn.ModuleDict({"gate": nn.Linear(D, E), "router": nn.Linear(D, E)}))
-    assert not mf.quantize_(alone, "mxfp8", verbose=False).skipped
+    assert not mf.quantize_(alone, "mxfp8").skipped
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_delayed"])
@@ -126,7 +126,7 @@ def test_conversion_keeps_the_model_and_restore_undoes_it(name, recipe):
     classes = [type(m) for m in model.modules()]
     modules = list(model.modules())
     before = run(model, tokens())
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe)
     assert isinstance(experts, classes[modules.index(experts)])
     assert model[0].experts is experts
     assert list(model.state_dict()) == keys
@@ -155,7 +155,7 @@ def test_bf16_products_of_converted_experts_equal_the_unconverted(name):
             p.data.copy_(p.data.sign() * 0.25)
     before = run(model, tokens())
     recipe = "fprop=bf16*mxfp8 dgrad=bf16*bf16 wgrad=bf16*bf16"
-    mf.quantize_(model, f"*: bf16; *.experts: {recipe}", verbose=False)
+    mf.quantize_(model, f"*: bf16; *.experts: {recipe}")
     for found, expected in zip(run(model, tokens()), before):
         assert relative_error(found, expected) < 1e-5
 
@@ -165,13 +165,13 @@ def test_bf16_products_of_converted_experts_equal_the_unconverted(name):
 def test_copies_and_checkpoints(name, recipe):
     torch.manual_seed(0)
     model = model_of(BLOCKS[name]())
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe)
     run(model, tokens())
     mf.step(model)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     torch.manual_seed(5)
     fresh = model_of(BLOCKS[name](), seed=5)
-    mf.quantize_(fresh, recipe, verbose=False)
+    mf.quantize_(fresh, recipe)
     fresh.load_state_dict(model.state_dict())
     mf.load_training_state(fresh, mf.training_state(model))
     expected = run(model, tokens())
@@ -190,9 +190,9 @@ def test_values_assigned_to_converted_experts_on_meta(name, recipe):
     plain = model_of(BLOCKS[name]())
     with torch.device("meta"):
         model = model_of(BLOCKS[name]())
-        mf.quantize_(model, recipe, verbose=False)
+        mf.quantize_(model, recipe)
     model.load_state_dict(copy.deepcopy(plain.state_dict()), assign=True)
-    mf.quantize_(plain, recipe, verbose=False)
+    mf.quantize_(plain, recipe)
     for _ in range(2):
         found, expected = run(model, tokens()), run(plain, tokens())
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -201,7 +201,7 @@ def test_values_assigned_to_converted_experts_on_meta(name, recipe):
 @pytest.mark.parametrize("act", [nn.SiLU, nn.GELU])
 def test_projections_of_no_tokens_and_of_uneven_rows(act):
     model = model_of(ProjectionBlock(act=act()))
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8")
     experts = model[0].experts
     x, indices = torch.randn(0, D), torch.zeros(0, 2, dtype=torch.int64)
     assert experts(x, indices, torch.zeros(0, 2)).shape == (0, D)
@@ -214,15 +214,14 @@ def test_filters_and_maps_match_the_module_name():
     report = mf.quantize_(
         model,
         "*: mxfp8; 2.*: bf16",
-        ["1.exp"],
-        lambda module, fqn: not isinstance(module, nn.Linear),
-        verbose=False,
+        filter_fqns=["1.exp"],
+        filter_fn=lambda module, fqn: not isinstance(module, nn.Linear),
     )
     assert [name for name, _ in report.converted] == [f"0.{name}" for name in EXPERTS["moe"]]
     skipped = dict(report.skipped)
     assert skipped["1.experts.w1"] == "filter_fqns has '1.exp'"
     assert skipped["2.experts.down_proj"] == "the recipe map says bf16"
-    again = mf.quantize_(model, "mxfp8", ["1.", "2."], verbose=False)
+    again = mf.quantize_(model, "mxfp8", filter_fqns=["1.", "2."])
     assert (
         dict(again.skipped)["0.experts.w1"] == "already converted (mxfp8); mf.restore_ undoes that"
     )
@@ -230,18 +229,16 @@ def test_filters_and_maps_match_the_module_name():
 
 def test_auto_filter_leaves_experts_in():
     model = model_of(mixture())
-    report = mf.quantize_(model, "fp8_rowwise", ["auto_filter_small_kn"], verbose=False)
+    report = mf.quantize_(model, "fp8_rowwise", filter_fqns=["auto_filter_small_kn"])
     assert [name for name, _ in report.converted] == [f"0.{name}" for name in EXPERTS["moe"]]
     mf.restore_(model)
-    report = mf.quantize_(
-        model, "fp8_rowwise", (), mf.auto_filter_small_kn("fp8_rowwise"), verbose=False
-    )
+    report = mf.quantize_(model, "fp8_rowwise", mf.nn.auto_filter_small_kn("fp8_rowwise"))
     assert [name for name, _ in report.converted] == [f"0.{name}" for name in EXPERTS["moe"]]
 
 
 def test_other_3d_parameters_have_a_reason():
     model = model_of(Batched(), nn.Linear(D, D), nn.Conv1d(4, 4, 3))
-    report = mf.quantize_(model, "mxfp8", verbose=False)
+    report = mf.quantize_(model, "mxfp8")
     skipped = dict(report.skipped)
     assert set(skipped) == {"0.inputs", "0.outputs", "0.scale", "2.weight"}
     assert "`experts` can name it" in skipped["0.inputs"]
@@ -251,14 +248,14 @@ def test_other_3d_parameters_have_a_reason():
 def test_primary_and_unfit_experts_have_a_reason():
     model = model_of(mixture(), ProjectionBlock(), nn.Linear(D, D))
     model[1].experts.down_proj = nn.Parameter(torch.zeros(E, D, 7))
-    skipped = dict(mf.quantize_(model, "mxfp8", verbose=False).skipped)
+    skipped = dict(mf.quantize_(model, "mxfp8").skipped)
     assert "of no known layout" in skipped["1.experts.down_proj"]
     model = model_of(mixture(), ProjectionBlock().double(), nn.Linear(D, D))
-    skipped = dict(mf.quantize_(model, "mxfp8_2d", primary=True, verbose=False).skipped)
+    skipped = dict(mf.quantize_(model, "mxfp8_2d", primary=True).skipped)
     assert isinstance(model[0].experts.w1, mf.QuantizedTensor)
     assert "0.experts.w1" not in skipped
     model = model_of(mixture(), ProjectionBlock().double())
-    skipped = dict(mf.quantize_(model, "mxfp8", verbose=False).skipped)
+    skipped = dict(mf.quantize_(model, "mxfp8").skipped)
     assert "float64; expected float32 or bfloat16" in skipped["1.experts.down_proj"]
 
 
@@ -267,7 +264,7 @@ def test_named_experts():
     x = torch.randn(E, 6, D)
     before = run(model, x)
     names = {"*": ["inputs", "outputs"]}
-    report = mf.quantize_(model, "mxfp8", experts=names, verbose=False)
+    report = mf.quantize_(model, "mxfp8", experts=names)
     assert dict(report.converted) == {"0.inputs": "mxfp8", "0.outputs": "mxfp8"}
     assert [name for name, _ in report.skipped] == ["0.scale"]
     for found, expected in zip(run(model, x), before):
@@ -291,7 +288,7 @@ class Indexed(nn.Module):
 
 def test_named_experts_that_no_product_reads_raise():
     model = model_of(Indexed())
-    mf.quantize_(model, "mxfp8", experts={"0": ["w"]}, verbose=False)
+    mf.quantize_(model, "mxfp8", experts={"0": ["w"]})
     with pytest.raises(RuntimeError, match="expected its forward to multiply with w"):
         model(tokens())
 
@@ -310,7 +307,7 @@ class Keywords(nn.Module):
 def test_named_experts_with_operands_by_name():
     model, x = model_of(Keywords()), torch.randn(E, 6, D)
     expected = model(x)
-    mf.quantize_(model, "mxfp8", experts={"0": ["w"]}, verbose=False)
+    mf.quantize_(model, "mxfp8", experts={"0": ["w"]})
     assert 0 < relative_error(model(x), expected) < 0.2
 
 
@@ -341,7 +338,7 @@ def test_refuses_2d_blocks_of_rows_before_anything_is_converted(place):
     with pytest.raises(ValueError, match=r"1\.experts: expected x/.* with blocks of one row"):
         mf.quantize_(model, recipe)
     assert type(model[0]) is nn.Linear
-    mf.quantize_(model, f"*: {recipe}; *.experts: mxfp8", verbose=False)
+    mf.quantize_(model, f"*: {recipe}; *.experts: mxfp8")
 
 
 def test_failure_undoes_the_conversion(monkeypatch):
@@ -364,7 +361,7 @@ def test_transformers_experts_implementation(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.integrations", types.ModuleType("t.i"))
     monkeypatch.setitem(sys.modules, "transformers.integrations.moe", module)
     model = model_of(ProjectionBlock(bias=True), nn.Linear(D, D))
-    mf.quantize_(model, "*: bf16; 1: mxfp8", verbose=False)
+    mf.quantize_(model, "*: bf16; 1: mxfp8")
     assert register_implementation()
     experts, x = model[0].experts, tokens()
     weights, indices = model[0].gate(x).softmax(-1).topk(2)

@@ -32,7 +32,7 @@ def experts_of(recipe, device="cpu", primary=False, data_parallel_rank=0, **opti
     module = mf.MoE(D, HIDDEN, E, 2, dtype=torch.bfloat16, **options).experts.to(device)
     if recipe is not None:
         options = {"primary": primary, "data_parallel_rank": data_parallel_rank}
-        mf.quantize_(nn.ModuleDict({"experts": module}), recipe, verbose=False, **options)
+        mf.quantize_(nn.ModuleDict({"experts": module}), recipe, **options)
     return module
 
 
@@ -295,7 +295,7 @@ def check_refusals(rank):
     with pytest.raises(TypeError, match=r"expected the experts of an mf\.MoE, got MoE"):
         cut(mf.MoE(D, 32, E, 2), mesh)
     codes = mf.MoE(D, 32, E, 2)  # whose w1 and w3 the ranks can cut
-    mf.quantize_(codes, PARTLY, primary=True, verbose=False)
+    mf.quantize_(codes, PARTLY, primary=True)
     with pytest.raises(ValueError, match="expected a cut of mxfp8 at multiples of its block, 32"):
         cut(codes.experts, mesh)
     assert not any(isinstance(p, DTensor) for p in codes.parameters())
@@ -306,7 +306,7 @@ def check_refusals(rank):
         "experts.w1: expected tensor-parallel ranks to share the seed",
     )
     module = cut(experts_of(None), mesh)
-    report = mf.quantize_(nn.ModuleDict({"experts": module}), "mxfp8", verbose=False)
+    report = mf.quantize_(nn.ModuleDict({"experts": module}), "mxfp8")
     (how,) = set(report.gather.values())
     assert how == "weight is gathered in the compute dtype: ranks cut the experts' matrices"
     small = mf.MoE(D, 96, E, 2, dtype=torch.bfloat16, recipe="mxfp8").experts
@@ -325,7 +325,7 @@ def check_order(rank):
     for form in FORMS:
         want = run(cut(experts_of("nvfp4", **form), mesh), *inputs())
         model = nn.ModuleDict({"experts": cut(experts_of(None, **form), mesh)})
-        report = mf.quantize_(model, "nvfp4", verbose=False, data_parallel_rank=0)
+        report = mf.quantize_(model, "nvfp4", data_parallel_rank=0)
         names = {f"experts.{name}" for name in model["experts"].weight_names}
         assert set(report.gather) == names
         require_like(run(model["experts"], *inputs()), want, want, True, form)

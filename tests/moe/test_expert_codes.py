@@ -58,7 +58,7 @@ def check_codes(
 
 
 def require_codes(product: Product, whole: mf.MoE, sizes: list[int], first: int) -> None:
-    """Compares codes and scales of x with those of mf.quantize of all ranks' rows."""
+    """Compares codes and scales of x with those of mf.tensor.quantize of all ranks' rows."""
     spec, codes = product.sides[0][0], product.codes[0]
     parsed = mf.spec.Spec.parse(spec)
     if codes.dtype != torch.uint8 or parsed.is_stochastic or parsed.is_delayed:
@@ -66,7 +66,7 @@ def require_codes(product: Product, whole: mf.MoE, sizes: list[int], first: int)
     x = draw(1, sum(sizes)).to(whole.experts.w2.dtype)
     order = order_rows(whole.router(x)[0], E)
     rows = x[order.tokens.long()]
-    q = mf.quantize(rows, spec, groups=mf.group_table(order.offs, len(rows)))
+    q = mf.tensor.quantize(rows, spec, groups=mf.tensor.group_table(order.offs, len(rows)))
     scale = q.scale if q.scale.dtype == torch.float32 else q.scale.view(torch.uint8)
     starts = [0, *order.offs.tolist()]
     for e in range(product.experts):
@@ -96,7 +96,7 @@ def hadamard(points: int) -> torch.Tensor:
     return matrix / points**0.5
 
 
-def values_of(product: Product, codes: mf.Quantized) -> torch.Tensor:
+def values_of(product: Product, codes: mf.tensor.Quantized) -> torch.Tensor:
     """Computes the bfloat16 values of rows of codes, by another way than the layer."""
     spec = mf.spec.Spec.parse(codes.spec)
     values = codes.dequantize(torch.float32)
@@ -117,11 +117,11 @@ def check_columnwise(rank: int) -> None:
             codes, rows = product.codes[0], product.row_starts[-1]
             assert codes.dtype == torch.uint8
             scale = scale.view(mf.spec.Spec.parse(spec).scale_dtype)
-            q = mf.Quantized(codes, scale, amax, spec, (len(codes), D), False, product.table)
+            q = mf.tensor.Quantized(codes, scale, amax, spec, (len(codes), D), False, product.table)
             values = values_of(product, q)
             assert values[:rows].any()
             read, *_ = wanted.sides[side]
-            again = mf.quantize(values, read, columnwise=True, groups=product.table)
+            again = mf.tensor.quantize(values, read, columnwise=True, groups=product.table)
             unit = again.group_unit
             again_values = mf._native.ops.decode(
                 again.codes,
@@ -407,7 +407,7 @@ def check_report(rank: int) -> None:
         (f"fprop=nvfp4*nvfp4 dgrad={eden} wgrad={eden}", True, f"sends x as nvfp4 and g {signs}"),
     ):
         moe = mf.expert_parallel(built("bf16", fused_w13=fused), dist.group.WORLD, dispatch="codes")
-        report = mf.quantize_(moe, recipe, data_parallel_rank=rank, verbose=False)
+        report = mf.quantize_(moe, recipe, data_parallel_rank=rank)
         ours = [sentence for fqn, sentence in report.notes if fqn == "experts"]
         assert len(ours) == 1
         assert ours[0].endswith(text), ours

@@ -1,4 +1,4 @@
-"""mf.average_expert_gradients: the gradients of one process with all ranks' tokens."""
+"""mf.moe.average_expert_gradients: the gradients of one process with all ranks' tokens."""
 
 import copy
 
@@ -17,7 +17,7 @@ MICRO_BATCHES = 2
 
 
 def loss_of(moe: mf.MoE, x: torch.Tensor) -> torch.Tensor:
-    return (moe(x).float().square().mean() + mf.balance_loss(moe)) / MICRO_BATCHES
+    return (moe(x).float().square().mean() + mf.moe.balance_loss(moe)) / MICRO_BATCHES
 
 
 def require_mean(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
@@ -48,9 +48,9 @@ def check_mean(rank: int, replicas: int, is_on_mesh: bool, uses_fsdp: bool) -> N
         loss_of(cut, parts[rank]).backward()
     if uses_fsdp:
         with pytest.raises(ValueError, match="mesh: moe: expected None for experts that FSDP2"):
-            mf.average_expert_gradients(cut, dp)
+            mf.moe.average_expert_gradients(cut, dp)
     has_replicas = replicas > 1 and not uses_fsdp
-    mf.average_expert_gradients(cut, dp if has_replicas else None)
+    mf.moe.average_expert_gradients(cut, dp if has_replicas else None)
     begin, each = cut.experts.parallel.first_expert, E * replicas // world
     for name, parameter in cut.experts.named_parameters():
         wanted = whole.experts.get_parameter(name).grad[begin : begin + each]
@@ -81,12 +81,12 @@ def check_refusals(rank: int) -> None:
     with pytest.raises(
         ValueError, match=r"expected ranks that hold the same experts, .* but rank 0 h"
     ):
-        mf.average_expert_gradients(divided, dist.group.WORLD)
+        mf.moe.average_expert_gradients(divided, dist.group.WORLD)
     same = mf.expert_parallel(built("bf16"), alone)
     if rank == 0:
         same(draw(1, TOKENS)).float().square().mean().backward()
     expected = None if rank else same.experts.w2.grad / 2
-    mf.average_expert_gradients(same, dist.group.WORLD)
+    mf.moe.average_expert_gradients(same, dist.group.WORLD)
     if rank == 0:
         assert torch.equal(same.experts.w2.grad, expected)
     both = [torch.empty_like(same.experts.w2) for _ in range(2)]
@@ -97,7 +97,7 @@ def check_refusals(rank: int) -> None:
     with pytest.raises(
         ValueError, match=r"expected ranks that hold the same experts.*rank 1 has no"
     ):
-        mf.average_expert_gradients(changed, dist.group.WORLD)
+        mf.moe.average_expert_gradients(changed, dist.group.WORLD)
     mesh = init_device_mesh("cpu", (2,))
     if rank:  # FSDP2 averages here alone
         fully_shard(same.experts, mesh=mesh)
@@ -105,12 +105,12 @@ def check_refusals(rank: int) -> None:
     with pytest.raises(
         ValueError, match=r"moe: expected None for experts that FSDP2 .*ranks \[1\]"
     ):
-        mf.average_expert_gradients(same, dist.group.WORLD)
+        mf.moe.average_expert_gradients(same, dist.group.WORLD)
     assert same.experts.w2.grad is gradient
     whole = built("bf16")
     whole(draw(1, TOKENS)).float().sum().backward()
     expected = whole.experts.w2.grad.clone()
-    mf.average_expert_gradients(whole)  # whole experts are left to DDP or FSDP2
+    mf.moe.average_expert_gradients(whole)  # whole experts are left to DDP or FSDP2
     assert torch.equal(whole.experts.w2.grad, expected)
 
 
@@ -153,7 +153,7 @@ def check_layouts(rank: int) -> None:
                 values = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
                 parameter.grad = LAYOUTS[other if rank else mine](values * (1 + 2 * rank))
                 places[name] = parameter.grad.data_ptr(), parameter.grad.stride()
-            mf.average_expert_gradients(moe, dist.group.WORLD)
+            mf.moe.average_expert_gradients(moe, dist.group.WORLD)
             for name, parameter in moe.experts.named_parameters():
                 values = torch.arange(parameter.numel(), dtype=torch.float32).view(parameter.shape)
                 assert torch.equal(parameter.grad, 2 * values), (mine, other, name)
@@ -182,19 +182,19 @@ def check_unlike(rank: int) -> None:
             moe.experts.w1.grad = change(moe.experts.w1.grad)
         for _ in range(2):
             with pytest.raises(ValueError, match=match):
-                mf.average_expert_gradients(moe, dist.group.WORLD)
+                mf.moe.average_expert_gradients(moe, dist.group.WORLD)
         for parameter in moe.experts.parameters():
             assert parameter.grad.to_dense().eq(1).all(), name
     moe.experts.w1.grad = torch.ones_like(moe.experts.w1).to_sparse()
     with pytest.raises(ValueError, match=r"expected a dense gradient .* got torch.sparse_coo$"):
-        mf.average_expert_gradients(moe)  # no other rank waits
+        mf.moe.average_expert_gradients(moe)  # no other rank waits
     # A missing gradient has the dtype that it would have.
     moe = replica(torch.bfloat16)
     for parameter in moe.experts.parameters():
         parameter.grad_dtype = torch.float32
         if rank:
             parameter.grad = torch.ones_like(parameter, dtype=torch.float32)
-    mf.average_expert_gradients(moe, dist.group.WORLD)
+    mf.moe.average_expert_gradients(moe, dist.group.WORLD)
     for parameter in moe.experts.parameters():
         assert parameter.grad.dtype == torch.float32
         assert parameter.grad.eq(0.5).all()
@@ -212,15 +212,15 @@ def check_arguments(rank: int) -> None:
     ):
         usual = right if wrong[0] is None else (moe, world)
         with pytest.raises(ValueError, match=match + r".*\(ranks \[1\]\)"):
-            mf.average_expert_gradients(*(wrong if rank else usual))
-        mf.average_expert_gradients(*usual)
+            mf.moe.average_expert_gradients(*(wrong if rank else usual))
+        mf.moe.average_expert_gradients(*usual)
     nobody = dist.new_group([0]) if rank else None  # nobody waits for a rank that is not in a group
     if not rank:
         dist.new_group([0])
     for wrong in ((None, None), (None, nobody), (moe, nobody)):
         if rank:
             with pytest.raises(TypeError, match=r"average_expert_gradients: .*expected "):
-                mf.average_expert_gradients(*wrong)
+                mf.moe.average_expert_gradients(*wrong)
 
 
 def check_gradients(rank: int) -> None:

@@ -73,7 +73,7 @@ def check_mesh(rank: int) -> None:
         for name, parameter in cut.experts.named_parameters():
             assert torch.equal(parameter.full_tensor(), whole.experts.get_parameter(name)), name
         late = mf.expert_parallel(built("bf16", fused_w13=True), mesh["ep"])
-        mf.quantize_(late, recipe, data_parallel_rank=rank, verbose=False)
+        mf.quantize_(late, recipe, data_parallel_rank=rank)
         again = Pass(
             late, own(draw(1, sum(sizes)), sizes, rank), own(draw(2, sum(sizes)), sizes, rank)
         )

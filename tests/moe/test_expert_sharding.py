@@ -37,7 +37,7 @@ def check_sharded(rank: int) -> None:
         whole = built("bf16", fused_w13=True)
         cut = mf.expert_parallel(copy.deepcopy(whole), mesh["ep"])
         if recipe != "bf16":
-            options = {"gather": gather, "verbose": False}
+            options = {"gather": gather}
             mf.quantize_(cut, recipe, data_parallel_rank=rank, **options)
             mf.quantize_(whole, recipe, data_parallel_rank=2 * replica, **options)
         for module in (cut.experts, cut):  # the root is not resharded after forward
@@ -124,7 +124,7 @@ def step(moe: mf.MoE, optimizer: torch.optim.Optimizer, seed: int) -> torch.Tens
     ranks, rank = dist.get_world_size(), dist.get_rank()
     y = moe(draw(seed, ranks * TOKENS).chunk(ranks)[rank])
     y.float().square().mean().backward()
-    mf.average_expert_gradients(moe)
+    mf.moe.average_expert_gradients(moe)
     for name, parameter in moe.named_parameters() if moe.experts.parallel is not None else ():
         if not name.startswith("experts."):  # FSDP2 averages gradients itself
             dist.all_reduce(parameter.grad.div_(ranks))

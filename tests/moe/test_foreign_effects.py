@@ -294,7 +294,7 @@ def test_a_forward_that_does_more_is_left_out_and_leaves_no_trace(kind):
     experts = kind()
     model = nn.ModuleDict({"experts": experts, "other": nn.Linear(32, 32)})
     before = states()
-    skipped = dict(mf.quantize_(model, "mxfp8", verbose=False).skipped)
+    skipped = dict(mf.quantize_(model, "mxfp8").skipped)
     for name in ("gate_up_proj", "down_proj"):
         assert EFFECTS[kind] in skipped[f"experts.{name}"]
     assert type(experts) is kind
@@ -341,7 +341,7 @@ def test_another_thread_sees_nothing_of_a_conversion():
         for count in (1, 100):  # before the conversion, and in all
             while len(drawn) < count:
                 time.sleep(0.001)
-            mf.quantize_(nn.ModuleList(experts), "mxfp8", verbose=False)
+            mf.quantize_(nn.ModuleList(experts), "mxfp8")
             mf.restore_(nn.ModuleList(experts))
     finally:
         done.set()

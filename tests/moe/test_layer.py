@@ -196,7 +196,7 @@ def converted(recipe: str, values: dict[str, torch.Tensor] | None = None) -> mf.
     """Returns a converted layer; with values: made on meta, and given those by assignment."""
     with torch.device("meta" if values else "cpu"):
         moe = layer(**PARTS)
-        mf.quantize_(moe, recipe, verbose=False)
+        mf.quantize_(moe, recipe)
     if values:
         moe.load_state_dict(values, assign=True)
     return moe
@@ -226,7 +226,7 @@ def test_a_forward_and_backward_on_meta(recipe):
     with torch.device("meta"):
         moe = layer(**PARTS)
         if recipe != "bf16":
-            mf.quantize_(moe, recipe, verbose=False)
+            mf.quantize_(moe, recipe)
         y = moe(torch.empty(20, D))
     assert (y.shape, y.is_meta) == ((20, D), True)
     y.sum().backward()
@@ -238,7 +238,7 @@ def test_a_forward_and_backward_on_meta(recipe):
 def test_step_moves_the_bias_of_every_layer():
     model = torch.nn.Sequential(layer(), layer(balance="loss"), layer(balance_speed=0.5))
     x = tokens()
-    (model(model(x)).sum() + mf.balance_loss(model)).backward()
+    (model(model(x)).sum() + mf.moe.balance_loss(model)).backward()
     counts = [moe.router.counts.clone() for moe in model]
     assert [c.sum().item() for c in counts] == [2 * 20 * K] * 3
     mf.step(model)

@@ -116,8 +116,8 @@ def pair(name: str, recipe: str) -> tuple[nn.Module, nn.Module]:
     torch.manual_seed(0)
     model = nn.Sequential(BLOCKS[name]())
     twin = copy.deepcopy(model)
-    mf.quantize_(model, recipe, verbose=False)
-    mf.quantize_(twin, recipe, memory="weights", verbose=False)
+    mf.quantize_(model, recipe)
+    mf.quantize_(twin, recipe, memory="weights")
     return model, twin
 
 
@@ -188,7 +188,7 @@ def test_copies_and_reports():
         assert [p.recompute for p in products] == ["weight"] * 3
         assert "recompute='weight'" in repr(products[0])
     mf.restore_(small)
-    mf.quantize_(small, "fp8_rowwise", verbose=False)
+    mf.quantize_(small, "fp8_rowwise")
     assert all(not m.recompute for m in small.modules() if isinstance(m, GroupedProduct))
 
 
@@ -216,7 +216,6 @@ def test_a_copy_of_the_parameter_is_not_saved(is_cast):
             "fp8_rowwise",
             experts={"experts": ["inputs", "outputs"]},
             memory=memory,
-            verbose=False,
         )
         experts = model["experts"]
         found.append(saved_bytes(lambda e=experts: e(x), [x, *model.parameters()]))

@@ -44,8 +44,8 @@ def gradients(model, x):
 @pytest.mark.parametrize("fused", [True, False])
 def test_products_and_gradients_are_those_of_weights_that_are_cast(recipe, fused):
     primary, cast = moe(fused), moe(fused)
-    report = mf.quantize_(primary, recipe, primary=True, verbose=False)
-    mf.quantize_(cast, recipe, verbose=False)
+    report = mf.quantize_(primary, recipe, primary=True)
+    mf.quantize_(cast, recipe)
     assert {n.split(".")[-1] for n in weights_of(primary)} >= {"w2"}
     assert set(report.gather.values()) == {"its weight is codes"}
     for _ in range(2):
@@ -59,7 +59,7 @@ def test_products_and_gradients_are_those_of_weights_that_are_cast(recipe, fused
 
 def test_an_optimizer_writes_the_codes():
     model = moe()
-    mf.quantize_(model, "mxfp8_2d", primary=True, keep_high_precision_init=True, verbose=False)
+    mf.quantize_(model, "mxfp8_2d", primary=True, keep_high_precision_init=True)
     experts = model[0].experts
     init = experts.w13_high_precision_init
     require_same_weight(experts.w13, mf.QuantizedTensor.from_tensor(init, *experts.w13.specs))
@@ -82,7 +82,7 @@ def test_an_optimizer_writes_the_codes():
 def test_states_keep_the_bytes(tmp_path):
     model, other = moe(), moe(seed=1)
     for each in (model, other):
-        mf.quantize_(each, "nvfp4", primary=True, verbose=False)
+        mf.quantize_(each, "nvfp4", primary=True)
     torch.save(model.state_dict(), tmp_path / "model.pt")
     other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=False))
     for twin in (other, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
@@ -109,7 +109,7 @@ def test_projections_in_either_layout(recipe, row_major):
     for primary in (True, False):
         torch.manual_seed(2)
         block = foreign_experts.ProjectionBlock(row_major, bias=True, clamped=row_major)
-        mf.quantize_(block, recipe, primary=primary, verbose=False)
+        mf.quantize_(block, recipe, primary=primary)
         assert isinstance(block.experts.down_proj, mf.QuantizedTensor) == primary
         results.append(gradients(block, tokens(dim=foreign_experts.D)))
     for name in results[0]:
@@ -131,7 +131,7 @@ def test_weights_that_cannot_be_codes_have_a_reason():
     def reason(model, recipe):
         return {
             why
-            for name, why in mf.quantize_(model, recipe, primary=True, verbose=False).skipped
+            for name, why in mf.quantize_(model, recipe, primary=True).skipped
             if "experts" in name and "shared" not in name
         }
 
@@ -159,7 +159,7 @@ def test_a_failed_conversion_leaves_the_weights(monkeypatch):
 
     monkeypatch.setattr(mf.QuantizedTensor, "from_tensor", classmethod(fails))
     with pytest.raises(RuntimeError, match="no memory"):
-        mf.quantize_(model, "mxfp8", primary=True, keep_high_precision_init=True, verbose=False)
+        mf.quantize_(model, "mxfp8", primary=True, keep_high_precision_init=True)
     assert len(calls) == 6
     assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in before.items()}
     assert not weights_of(model)
@@ -174,10 +174,10 @@ def check_masters(rank, recipe):
     world = dist.get_world_size()
     model, alone = moe(), moe()
     for each in (model, alone):
-        mf.quantize_(each, recipe, primary=True, data_parallel_rank=0, verbose=False)
+        mf.quantize_(each, recipe, primary=True, data_parallel_rank=0)
     weights, whole = list(weights_of(model).values()), list(weights_of(alone).values())
     masters = [w.dequantize() for w in whole]
-    layout = mf.WireLayout.of(weights, world)
+    layout = mf.distributed.WireLayout.of(weights, world)
     shards = layout.shards(rank)
     flat = [m.flatten()[begin:end].clone() for m, (begin, end) in zip(masters, shards)]
     shard_codes = layout.new_piece(flat[0])
@@ -193,9 +193,9 @@ def check_masters(rank, recipe):
             masters[i] = masters[i] - 0.01 * p.grad
             p.data.copy_(masters[i])
         starts = [begin for begin, _ in shards]
-        mf.quantize_master_weights(weights, flat, starts, None, fragments)
+        mf.distributed.quantize_master_weights(weights, flat, starts, None, fragments)
         layout.gather(shard_codes, weights, dist.group.WORLD)
-        mf.post_all_gather_processing(weights)
+        mf.distributed.post_all_gather_processing(weights)
         for p, q in zip(weights, whole):
             require_same_weight(p, q, (recipe, step))
         model.zero_grad()
@@ -205,11 +205,11 @@ def check_masters(rank, recipe):
 def check_fsdp(rank):
     """Checks that FSDP2 shards the values of codes, and that layers then cast those."""
     model, values = moe(shared=0), moe(shared=0)
-    mf.quantize_(model, "mxfp8", primary=True, data_parallel_rank=0, verbose=False)
+    mf.quantize_(model, "mxfp8", primary=True, data_parallel_rank=0)
     with torch.no_grad():
         for name, p in values.named_parameters():
             p.copy_(model.get_parameter(name))
-    mf.quantize_(values, "mxfp8", data_parallel_rank=0, verbose=False)
+    mf.quantize_(values, "mxfp8", data_parallel_rank=0)
     for each in (model, values):
         fully_shard(each[0])
         fully_shard(each)

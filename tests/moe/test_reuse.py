@@ -17,7 +17,7 @@ def pair(name: str, recipe: str) -> tuple[nn.Module, nn.Module]:
     """Returns a model with converted experts, and a twin that reuses nothing."""
     torch.manual_seed(0)
     model = nn.Sequential(BLOCKS[name]())
-    mf.quantize_(model, f"*: bf16; *.experts: {recipe}", verbose=False)
+    mf.quantize_(model, f"*: bf16; *.experts: {recipe}")
     twin = copy.deepcopy(model)
     for module in twin.modules():
         if isinstance(module, GroupedProduct):

@@ -150,7 +150,7 @@ def test_no_tokens():
     for balance in ("bias", "loss"):
         layer = router(balance=balance)
         indices, weights = layer(tokens(0))
-        (weights.sum() + mf.balance_loss(layer)).backward()
+        (weights.sum() + mf.moe.balance_loss(layer)).backward()
         assert indices.shape == weights.shape == (0, 2)
         assert not layer.weight.grad.any()
 

@@ -107,7 +107,7 @@ DIFFERENT += [UnusedBias]
 
 def report_of(experts: nn.Module, **options: object) -> mf.Report:
     model = nn.ModuleDict({"experts": experts, "other": nn.Linear(32, 32)})
-    return mf.quantize_(model, "mxfp8", verbose=False, **options)
+    return mf.quantize_(model, "mxfp8", **options)
 
 
 @pytest.mark.parametrize("kind", DIFFERENT)

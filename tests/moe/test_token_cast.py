@@ -124,7 +124,7 @@ def test_no_codes_are_kept(recipe, monkeypatch):
 
 def converted(recipes: str) -> mf.MoE:
     moe = layer(None)
-    mf.quantize_(moe, recipes, verbose=False)
+    mf.quantize_(moe, recipes)
     return moe
 
 

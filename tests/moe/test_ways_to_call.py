@@ -137,7 +137,7 @@ def test_weights_of_all_experts_are_refused():
     """With k = E nothing tells them from those of the slots."""
     assert ProjectionExperts.reason_against(AllWeights()) is not None
     experts = Foreign()
-    mf.quantize_(nn.ModuleList([experts]), "mxfp8", verbose=False)
+    mf.quantize_(nn.ModuleList([experts]), "mxfp8")
     x, index = torch.randn(6, 32), torch.arange(12).view(6, 2) % 4
     with pytest.raises(ValueError, match=r"a weight for each of a token's experts \(6, 2\), got "):
         experts(x, index, torch.ones(6, 4))
@@ -145,7 +145,7 @@ def test_weights_of_all_experts_are_refused():
 
 def test_arguments_that_are_no_tensors_are_refused():
     experts = Foreign()
-    mf.quantize_(nn.ModuleList([experts]), "mxfp8", verbose=False)
+    mf.quantize_(nn.ModuleList([experts]), "mxfp8")
     x, index = torch.randn(6, 32), torch.arange(12).view(6, 2) % 4
     with pytest.raises(TypeError, match=r"their weights as tensors, got 0.5"):
         experts(x, index, torch.ones(6, 2), scale=0.5)

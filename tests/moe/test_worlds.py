@@ -65,7 +65,7 @@ def check_fsdp(rank: int, recipe: str) -> None:
     """Ranks with equal tokens train as one process does, whose weights they gather as codes."""
     alone, sharded = model(), model()
     for layers in (alone, sharded):
-        mf.quantize_(layers, recipe, data_parallel_rank=0, verbose=False)
+        mf.quantize_(layers, recipe, data_parallel_rank=0)
     for block in sharded:
         fully_shard(block)
     fully_shard(sharded)

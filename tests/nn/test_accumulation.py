@@ -28,7 +28,7 @@ def built(recipe="fp8_rowwise", accumulate=None, dtype=torch.float32, bias=True,
     """Returns a converted layer, with a main_grad of zeros where it reads one."""
     torch.manual_seed(0)
     layer = nn.Linear(K, N, bias=bias).to(dtype)
-    mf.quantize_(layer, recipe, accumulate=accumulate, verbose=False, **options)
+    mf.quantize_(layer, recipe, accumulate=accumulate, **options)
     if accumulate == "main_grad":
         layer.weight.main_grad = torch.zeros(layer.weight.shape)
     return layer
@@ -318,7 +318,7 @@ def test_fused_feed_forward_accumulates(how, is_compiled, monkeypatch):
     for accumulate in (None, how):
         torch.manual_seed(0)
         model = FeedForward()
-        mf.quantize_(model, "fp8_tensorwise", fuse=True, accumulate=accumulate, verbose=False)
+        mf.quantize_(model, "fp8_tensorwise", fuse=True, accumulate=accumulate)
         models.append(model)
     plain, fused = models  # both compute the op `mlp`
     calls = [plain, torch.compile(fused, fullgraph=True) if is_compiled else fused]
@@ -338,5 +338,5 @@ def test_restored_layer_accumulates_no_more():
     step(layer, 0)
     assert layer.weight.grad is not None
     assert not layer.weight.main_grad.any()
-    mf.quantize_(layer, "mxfp8", verbose=False)
+    mf.quantize_(layer, "mxfp8")
     assert layer.accumulate == ""

@@ -87,7 +87,7 @@ def test_bf16_grad_is_refused():
 
 def test_wrong_texts():
     with pytest.raises(ValueError, match=r"accumulate: expected one of .*got 'sum'"):
-        mf.quantize_(nn.Linear(8, 8), "mxfp8", accumulate="sum", verbose=False)
+        mf.quantize_(nn.Linear(8, 8), "mxfp8", accumulate="sum")
     x, w = torch.randn(4, 8), torch.randn(8, 8, requires_grad=True)
     with pytest.raises(ValueError, match=r"linear: expected accumulate as .*got 'sum'"):
         ops.linear(x, w, None, "mxfp8", accumulate="sum")
@@ -108,7 +108,7 @@ def test_backward_threads_lose_no_gradient(accumulate):
     """Each thread adds 8 to every element: sums of integers, exact in any order."""
     size, threads = 1024, 8
     model = nn.Sequential(nn.Linear(size, size, bias=False))
-    mf.quantize_(model, "fp8_rowwise_gw_hp", keep="nothing", accumulate=accumulate, verbose=False)
+    mf.quantize_(model, "fp8_rowwise_gw_hp", keep="nothing", accumulate=accumulate)
     weight = model[0].weight
     for _ in range(10):
         total = torch.zeros_like(weight)

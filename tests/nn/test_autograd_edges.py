@@ -39,7 +39,7 @@ def test_a_second_derivative_inside_a_larger_graph_is_an_error(recipe):
     for target in (w, x):
         with pytest.raises(RuntimeError, match=NO_SECOND):
             torch.autograd.grad(dx.pow(2).sum(), target, allow_unused=True, retain_graph=True)
-    group = mf.linear_group(x, [w, 2 * w], None, recipe, rng=[RNG, RNG])
+    group = mf.functional.linear_group(x, [w, 2 * w], None, recipe, rng=[RNG, RNG])
     dw = torch.autograd.grad(sum(t.pow(2).sum() for t in group), w, create_graph=True)[0]
     with pytest.raises(RuntimeError, match=NO_SECOND):
         dw.sum().backward()
@@ -48,7 +48,7 @@ def test_a_second_derivative_inside_a_larger_graph_is_an_error(recipe):
 def test_a_gradient_penalty_on_a_residual_mlp_is_an_error():
     torch.manual_seed(0)
     mlp = nn.Sequential(nn.Linear(K, K), nn.Tanh(), nn.Linear(K, K))
-    mf.quantize_(mlp, "mxfp8", verbose=False)
+    mf.quantize_(mlp, "mxfp8")
     x = torch.randn(4, K, requires_grad=True)
     dx = torch.autograd.grad((x + mlp(x)).pow(2).sum(), x, create_graph=True)[0]
     with pytest.raises(RuntimeError, match=NO_SECOND):
@@ -157,11 +157,11 @@ def test_a_layers_tangent_is_an_error_in_compiled_code_too():
 
 def test_a_product_by_itself_has_no_derivative():
     x, w = data()
-    q = mf.quantize(w.detach(), "mxfp8")
-    y = mf.scaled_mm(x, q, out_dtype=torch.float32)
+    q = mf.tensor.quantize(w.detach(), "mxfp8")
+    y = mf.tensor.scaled_mm(x, q, out_dtype=torch.float32)
     with pytest.raises(RuntimeError, match=r"scaled_mm.*not implemented|scaled_mm.*derivative"):
         y.sum().backward()
-    assert not mf.scaled_mm(x.detach(), q).requires_grad
+    assert not mf.tensor.scaled_mm(x.detach(), q).requires_grad
 
 
 # ---- what backward reads as it is ----------------------------------------------------------------
@@ -222,11 +222,11 @@ def test_an_fp32_operand_under_bf16_is_the_identity_everywhere(out_dtype):
     w = torch.randint(-4, 5, (N, K)).float()
     assert not torch.equal(x, x.bfloat16().float())
     exact = x @ w.t()
-    got = mf.scaled_mm(
-        x, mf.quantize(w, "e4m3/tensor", amax=torch.tensor(448.0)), out_dtype=out_dtype
+    got = mf.tensor.scaled_mm(
+        x, mf.tensor.quantize(w, "e4m3/tensor", amax=torch.tensor(448.0)), out_dtype=out_dtype
     )
     assert torch.equal(got, exact.to(out_dtype))
-    assert torch.equal(mf.scaled_mm(x, w, out_dtype=out_dtype), exact.to(out_dtype))
+    assert torch.equal(mf.tensor.scaled_mm(x, w, out_dtype=out_dtype), exact.to(out_dtype))
 
 
 # ---- views that negate ---------------------------------------------------------------------------

@@ -94,7 +94,7 @@ def twins(cls):
     for fuse in (True, False):
         torch.manual_seed(0)
         model = nn.Sequential(cls())
-        report = mf.quantize_(model, "mxfp8", keep="nothing", fuse=fuse, verbose=False)
+        report = mf.quantize_(model, "mxfp8", keep="nothing", fuse=fuse)
         assert [name for name, _ in report.fused] == ["0"] * fuse, report.not_fused
         models.append(model)
     return models
@@ -139,5 +139,5 @@ def test_derived_classes_that_change_nothing_read():
     assert can_be_one_op(fused[0], x)
     require_same(fused(x), want)
     other = nn.Sequential(cls.class_before())  # converted after its class has another member
-    mf.quantize_(other, "mxfp8", keep="nothing", fuse=True, verbose=False)
+    mf.quantize_(other, "mxfp8", keep="nothing", fuse=True)
     assert can_be_one_op(other[0], x)

@@ -19,7 +19,7 @@ BATCHES = (200, 130, 136, 1000, 513)
 def build(recipe, kind=nn.Sequential, **arguments):
     torch.manual_seed(0)
     model = kind(nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 32, bias=False))
-    mf.quantize_(model, recipe, verbose=False, **arguments)
+    mf.quantize_(model, recipe, **arguments)
     return model
 
 
@@ -79,7 +79,7 @@ def test_blocks_that_compile_alone_share_one_graph():
     def build_blocks():
         torch.manual_seed(0)
         model = nn.Sequential(*(Block() for _ in range(4)), nn.Linear(64, 32))
-        mf.quantize_(model, "nvfp4", verbose=False)
+        mf.quantize_(model, "nvfp4")
         return model
 
     eager, model = build_blocks(), build_blocks()
@@ -106,7 +106,7 @@ def test_autocast_and_checkpoint_under_compile():
 
 def test_quantize_compiles():
     def cast(x):
-        q = mf.quantize(x, "nvfp4+sr", seed=3)
+        q = mf.tensor.quantize(x, "nvfp4+sr", seed=3)
         return q.codes, q.scale.view(torch.uint8), q.amax
 
     counter = CompileCounterWithBackend(BACKEND)
@@ -121,13 +121,19 @@ def test_quantize_compiles():
 @pytest.mark.parametrize("spec", ["nvfp4+sr", "e4m3/row", "mxfp8+rht64"])
 def test_groups_compile(spec, columnwise):
     def cast(x, offs, ids):
-        groups = mf.group_table(offs, x.shape[0])
+        groups = mf.tensor.group_table(offs, x.shape[0])
         options = {"columnwise": columnwise, "groups": groups}
-        q = mf.quantize(x, spec, seed=3, row_ids=ids, first_expert=1, **options)
-        return groups, q.codes, q.scale.view(torch.uint8), mf.dequantize(q), *some_amax(x, options)
+        q = mf.tensor.quantize(x, spec, seed=3, row_ids=ids, first_expert=1, **options)
+        return (
+            groups,
+            q.codes,
+            q.scale.view(torch.uint8),
+            mf.tensor.dequantize(q),
+            *some_amax(x, options),
+        )
 
     def some_amax(x, options):
-        return () if "mxfp8" in spec else (mf.amax(x, spec, **options),)
+        return () if "mxfp8" in spec else (mf.tensor.amax(x, spec, **options),)
 
     counter = CompileCounterWithBackend(BACKEND)
     compiled = torch.compile(cast, backend=counter, fullgraph=True, dynamic=True)

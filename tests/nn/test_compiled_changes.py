@@ -79,7 +79,7 @@ def model_of(condition, fuse):
     module = module_of(condition)
     type(module).default = "silu"
     model = nn.Sequential(module)
-    report = mf.quantize_(model, "mxfp8", keep="nothing", fuse=fuse, verbose=False)
+    report = mf.quantize_(model, "mxfp8", keep="nothing", fuse=fuse)
     assert len(report.fused) == fuse, report.not_fused
     return model
 

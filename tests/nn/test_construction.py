@@ -1,4 +1,4 @@
-"""mf.quantized_model_init: which nn.Linear it converts, beside threads, tasks and generators."""
+"""mf.nn.quantized_model_init: which nn.Linear it converts, beside threads, tasks and generators."""
 
 import asyncio
 import inspect
@@ -39,7 +39,7 @@ def in_thread(function):
 
 
 def test_layers_of_another_thread_are_not_converted():
-    with mf.quantized_model_init(RECIPE):
+    with mf.nn.quantized_model_init(RECIPE):
         assert not is_converted(in_thread(build))
         assert is_converted(build())
 
@@ -54,7 +54,7 @@ def test_many_threads_build_at_a_time():
             if recipe is None:
                 mistakes.append(is_converted(build()))
                 continue
-            with mf.quantized_model_init(recipe):
+            with mf.nn.quantized_model_init(recipe):
                 layer = build()
             mistakes.append(not is_converted(layer) or str(layer.recipe) != recipe)
             mistakes.append(is_converted(build()))
@@ -75,14 +75,14 @@ def test_statements_that_end_in_another_order():
     opened, closes, done = (threading.Event() for _ in range(3))
 
     def other():
-        with mf.quantized_model_init("nvfp4"):
+        with mf.nn.quantized_model_init("nvfp4"):
             opened.set()
             closes.wait(10)
             found.append(build())
         done.set()
 
     found = []
-    with mf.quantized_model_init(RECIPE):
+    with mf.nn.quantized_model_init(RECIPE):
         thread = threading.Thread(target=other)
         thread.start()
         opened.wait(10)
@@ -95,14 +95,14 @@ def test_statements_that_end_in_another_order():
 
 def test_a_suspended_generator():
     def layers():
-        with mf.quantized_model_init(RECIPE):
+        with mf.nn.quantized_model_init(RECIPE):
             while True:
                 yield build()
 
     generator = layers()
     assert is_converted(next(generator))
     assert not is_converted(build())
-    with mf.quantized_model_init("nvfp4"):
+    with mf.nn.quantized_model_init("nvfp4"):
         assert str(build().recipe) == "nvfp4"
     assert is_converted(next(generator))
     del generator
@@ -110,7 +110,7 @@ def test_a_suspended_generator():
 
 @contextmanager
 def managed():
-    with mf.quantized_model_init(RECIPE):
+    with mf.nn.quantized_model_init(RECIPE):
         yield
 
 
@@ -118,7 +118,7 @@ class Managed:
     """Enters the statement in a method that returns."""
 
     def __enter__(self):
-        self.manager = mf.quantized_model_init(RECIPE)
+        self.manager = mf.nn.quantized_model_init(RECIPE)
         self.manager.__enter__()
 
     def __exit__(self, *error):
@@ -133,17 +133,17 @@ def test_context_managers_around_the_statement(how):
             yield
 
     if how == "decorator":
-        assert is_converted(mf.quantized_model_init(RECIPE)(build)())
+        assert is_converted(mf.nn.quantized_model_init(RECIPE)(build)())
         return
     with ExitStack() as stack:
         manager = {"generator": managed, "nested": nested, "class": Managed}.get(how)
-        stack.enter_context(mf.quantized_model_init(RECIPE) if manager is None else manager())
+        stack.enter_context(mf.nn.quantized_model_init(RECIPE) if manager is None else manager())
         assert is_converted(build())
 
 
 def test_tasks():
     async def converts(found):
-        with mf.quantized_model_init(RECIPE):
+        with mf.nn.quantized_model_init(RECIPE):
             for _ in range(3):
                 await asyncio.sleep(0)  # lets the other task run
                 found.append(build())
@@ -164,20 +164,20 @@ def test_tasks():
 
 def test_the_signature_stays():
     want = inspect.signature(nn.Linear)
-    with mf.quantized_model_init(RECIPE):
+    with mf.nn.quantized_model_init(RECIPE):
         assert inspect.signature(nn.Linear) == want
         layer = nn.utils.skip_init(nn.Linear, 32, 32)
     assert layer.weight.shape == (32, 32)
 
 
 def test_an_error_within_the_statement():
-    with pytest.raises(ZeroDivisionError), mf.quantized_model_init(RECIPE):
+    with pytest.raises(ZeroDivisionError), mf.nn.quantized_model_init(RECIPE):
         raise ZeroDivisionError
 
 
 def test_another_library_replaces_the_method_too():
     """It wraps the method within the statement, and keeps its own afterwards."""
-    with mf.quantized_model_init(RECIPE):
+    with mf.nn.quantized_model_init(RECIPE):
         inner = nn.Linear.__init__
 
         def init(self, *args, **kwargs):
@@ -187,7 +187,7 @@ def test_another_library_replaces_the_method_too():
         assert is_converted(build())
     try:
         assert not is_converted(build())
-        with mf.quantized_model_init("nvfp4"):
+        with mf.nn.quantized_model_init("nvfp4"):
             assert str(build().recipe) == "nvfp4"
         assert not is_converted(build())
     finally:
@@ -198,7 +198,7 @@ def test_layers_of_two_statements_need_a_seed_each():
     def layers_of(seeds):
         layers = []
         for seed in seeds:
-            with mf.quantized_model_init("nvfp4", seed=seed):
+            with mf.nn.quantized_model_init("nvfp4", seed=seed):
                 layers.append(build())
         return nn.Sequential(*layers)
 

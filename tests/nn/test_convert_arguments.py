@@ -51,12 +51,11 @@ WRONG = [
     ({"data_parallel_rank": 1.0}, TypeError, "data_parallel_rank: expected an int, got 1.0"),
     ({"data_parallel_rank": True}, TypeError, "data_parallel_rank: expected an int, got True"),
     ({"data_parallel_rank": -1}, ValueError, "data_parallel_rank: expected at least 0, got -1"),
-    ({"amax_history_length": 1.5}, TypeError, "amax_history_length: expected an int, got 1.5"),
-    ({"amax_history_length": 0}, ValueError, "amax_history_length: expected at least 1 step"),
-    ({"amax_algorithm": 3}, ValueError, "amax_algorithm: expected one of"),
-    ({"margin": 1.5}, TypeError, "margin: expected an int, got 1.5"),
-    ({"margin": 127}, ValueError, "margin: expected 0 to 126 powers of two, got 127"),
-    ({"verbose": "yes"}, TypeError, "verbose: expected True or False"),
+    (
+        {"delayed_scaling": 16},
+        TypeError,
+        "delayed_scaling: expected an mf.nn.DelayedScaling, got 16",
+    ),
 ]
 
 
@@ -65,8 +64,24 @@ def test_quantize_checks_first(arguments, error, message):
     model = build()
     before = snapshot(model)
     with pytest.raises(error, match=message):
-        mf.quantize_(**({"model": model, "recipe": "fp8_delayed", "verbose": False} | arguments))
+        mf.quantize_(**({"model": model, "recipe": "fp8_delayed"} | arguments))
     assert snapshot(model) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"history_length": 1.5}, TypeError, "history_length: expected an int, got 1.5"),
+        ({"history_length": 0}, ValueError, "history_length: expected at least 1 step"),
+        ({"algorithm": 3}, ValueError, "algorithm: expected one of max, most_recent, got 3"),
+        ({"margin": 1.5}, TypeError, "margin: expected an int, got 1.5"),
+        ({"margin": -1}, ValueError, "margin: expected 0 to 126 powers of two, got -1"),
+        ({"margin": 127}, ValueError, "margin: expected 0 to 126 powers of two, got 127"),
+    ],
+)
+def test_delayed_scaling_checks_its_fields(arguments, error, message):
+    with pytest.raises(error, match=message):
+        mf.nn.DelayedScaling(**arguments)
 
 
 def fail_at(monkeypatch, name, n):
@@ -97,12 +112,12 @@ def fail_at(monkeypatch, name, n):
 def test_a_failure_in_the_middle_is_undone(monkeypatch, name, n, second):
     model = build()
     if second == "model":
-        mf.quantize_(model, "0.layers.0.*: nvfp4", verbose=False)
+        mf.quantize_(model, "0.layers.0.*: nvfp4")
     if second == "part":  # its hooks stay, and those of the failed call go
-        mf.quantize_(model[0], "layers.0.*: nvfp4", verbose=False)
+        mf.quantize_(model[0], "layers.0.*: nvfp4")
     before, values = snapshot(model), copy.deepcopy(model.state_dict())
     fail_at(monkeypatch, name, n)
-    arguments = {"primary": True, "keep_high_precision_init": True, "verbose": False}
+    arguments = {"primary": True, "keep_high_precision_init": True}
     with pytest.raises(torch.OutOfMemoryError, match="injected"):
         mf.quantize_(model, "nvfp4", **arguments)
     assert snapshot(model) == before
@@ -125,7 +140,7 @@ def test_a_history_that_does_not_fit_is_undone(monkeypatch):
     before = snapshot(model)
     monkeypatch.setattr(torch, "zeros", failing)
     with pytest.raises(torch.OutOfMemoryError, match="injected"):
-        mf.quantize_(model, "fp8_delayed", verbose=False)
+        mf.quantize_(model, "fp8_delayed")
     assert snapshot(model) == before
 
 
@@ -134,16 +149,16 @@ def test_a_history_that_does_not_fit_is_undone(monkeypatch):
 
 def test_a_second_call_has_the_first_seed():
     model = build()
-    mf.quantize_(model, "1: nvfp4", seed=1, verbose=False)
+    mf.quantize_(model, "1: nvfp4", seed=1)
     before = snapshot(model)
     for arguments in ({"seed": 2}, {}):
         with pytest.raises(ValueError, match=r"seed: expected 1, .* got"):
-            mf.quantize_(model, "2: nvfp4", **arguments, verbose=False)
+            mf.quantize_(model, "2: nvfp4", **arguments)
         with pytest.raises(ValueError, match=r"data_parallel_rank: expected 0, .* got 3"):
-            mf.quantize_(model, "2: nvfp4", seed=1, data_parallel_rank=3, verbose=False)
+            mf.quantize_(model, "2: nvfp4", seed=1, data_parallel_rank=3)
         assert snapshot(model) == before
-    mf.quantize_(model, "0.layers.0.*: mxfp8", seed=2, verbose=False)  # draws no random bits
-    mf.quantize_(model, "2: nvfp4", seed=1, data_parallel_rank=0, verbose=False)
+    mf.quantize_(model, "0.layers.0.*: mxfp8", seed=2)  # draws no random bits
+    mf.quantize_(model, "2: nvfp4", seed=1, data_parallel_rank=0)
     assert mf.training_state(model)["rng"].tolist() == [1, 0]
 
 
@@ -181,7 +196,7 @@ def test_quantized_model_init_checks_first(arguments, error, message):
     init = nn.Linear.__init__
     with (
         pytest.raises(error, match=message),
-        mf.quantized_model_init(**{"recipe": "mxfp8"} | arguments),
+        mf.nn.quantized_model_init(**{"recipe": "mxfp8"} | arguments),
     ):
         pass
     assert nn.Linear.__init__ is init
@@ -189,8 +204,11 @@ def test_quantized_model_init_checks_first(arguments, error, message):
 
 def test_quantized_model_init_is_not_nested():
     init = nn.Linear.__init__
-    with mf.quantized_model_init("mxfp8"):
-        with pytest.raises(ValueError, match="expected no other"), mf.quantized_model_init("nvfp4"):
+    with mf.nn.quantized_model_init("mxfp8"):
+        with (
+            pytest.raises(ValueError, match="expected no other"),
+            mf.nn.quantized_model_init("nvfp4"),
+        ):
             pass
         assert mf.Recipe("mxfp8") == nn.Linear(32, 32).recipe
     assert nn.Linear.__init__ is init
@@ -213,7 +231,7 @@ def test_a_module_is_expected(call):
 
 def test_step_checks_its_group_first():
     model = build()
-    mf.quantize_(model, "fp8_delayed", verbose=False)
+    mf.quantize_(model, "fp8_delayed")
     model(torch.randn(2, 3, 32))
     before = mf.training_state(model)
     with pytest.raises(TypeError, match="expected a process group"):
@@ -238,7 +256,7 @@ HISTORY = torch.ones(6, 17)
 )
 def test_load_training_state_checks_first(entry, error, message):
     model = build()
-    mf.quantize_(model, "*: fp8_delayed; 1: nvfp4", verbose=False)
+    mf.quantize_(model, "*: fp8_delayed; 1: nvfp4")
     before = mf.training_state(model)
     bad = {key: value + 3 for key, value in before.items()} | {"2.amax_history": entry}
     assert next(iter(bad)) == "rng"
@@ -252,7 +270,7 @@ def test_load_training_state_checks_first(entry, error, message):
 
 def test_a_state_with_gradients_is_loaded_as_values():
     model = build()
-    mf.quantize_(model, "fp8_delayed", verbose=False)
+    mf.quantize_(model, "fp8_delayed")
     state = {key: (value + 2).requires_grad_() for key, value in mf.training_state(model).items()}
     mf.load_training_state(model, state)
     assert torch.equal(model[2].amax_history, state["2.amax_history"])

@@ -26,7 +26,7 @@ def batch(**arguments):
 
 
 def convert(model, recipe="mxfp8", **arguments):
-    return mf.quantize_(model, recipe, verbose=False, **arguments)
+    return mf.quantize_(model, recipe, **arguments)
 
 
 class Half(nn.Module):
@@ -253,7 +253,7 @@ def test_a_forward_that_is_wrapped_after_conversion_is_restored(recipe):
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     x = torch.randn(4, 32)
     want = model(x)
-    mf.quantize_(model, recipe, keep="nothing", verbose=False)
+    mf.quantize_(model, recipe, keep="nothing")
     for layer in model:
         layer._old_forward = layer.forward
         layer.forward = functools.partial(lambda module, x: module._old_forward(x), layer)
@@ -284,7 +284,7 @@ def test_a_lazy_module_is_named_and_the_rest_converted(kind, arguments):
     make, names = LAZY[kind]
     model = nn.Sequential(nn.Linear(K, N), nn.Linear(N, K), make())
     model.blocks = nn.ModuleList(nn.Sequential(nn.Linear(K, K), make()) for _ in range(8))
-    report = mf.quantize_(model, **{"keep": "nothing", "verbose": False} | arguments)
+    report = mf.quantize_(model, **{"keep": "nothing"} | arguments)
     lazy = [name for name, why in report.skipped if why.startswith("lazy: it has no shape")]
     assert [name for name in lazy if not name.startswith("blocks.")] == names
     assert len(lazy) == 9 * len(names)
@@ -301,4 +301,4 @@ def test_a_lazy_layer_converts_after_its_first_forward():
     with pytest.raises(ValueError, match="nothing to convert; 1 x lazy: it has no shape"):
         mf.quantize_(model, "mxfp8")
     model(batch())
-    assert mf.quantize_(model, "mxfp8", verbose=False).converted == [("0", "mxfp8")]
+    assert mf.quantize_(model, "mxfp8").converted == [("0", "mxfp8")]

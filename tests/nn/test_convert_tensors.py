@@ -20,7 +20,7 @@ def sequential():
 
 def converted(recipe, make=sequential):
     model = make()
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe)
     return model
 
 
@@ -121,7 +121,7 @@ def test_a_model_made_under_inference_mode(make, recipe, training):
 def test_conversion_and_moves_under_inference_mode_leave_a_model_to_train(recipe):
     model, twin = sequential(), converted(recipe)
     with torch.inference_mode():
-        mf.quantize_(model, recipe, verbose=False)
+        mf.quantize_(model, recipe)
         for m in (model, twin):
             m(batch())
         model.load_state_dict(model.state_dict())
@@ -154,7 +154,7 @@ def test_a_weight_that_is_not_contiguous(name, recipe, compiled):
     for layer in twin:
         layer.weight = nn.Parameter(layer.weight.detach().contiguous())
     for m in (model, twin):
-        mf.quantize_(m, recipe, verbose=False)
+        mf.quantize_(m, recipe)
     if compiled:
         model, twin = (torch.compile(m, backend="aot_eager", fullgraph=True) for m in (model, twin))
     require_same_training(model, twin)
@@ -164,9 +164,11 @@ def test_a_weight_that_is_not_contiguous(name, recipe, compiled):
 def test_a_primary_weight_of_one_that_is_not_contiguous(name):
     model = strided(sequential(), name)
     values = [layer.weight.detach().contiguous() for layer in model]
-    mf.quantize_(model, "mxfp8", primary=True, verbose=False)
+    mf.quantize_(model, "mxfp8", primary=True)
     for layer, value in zip(model, values):
-        assert torch.equal(layer.weight.dequantize(), mf.quantize(value, "mxfp8").dequantize())
+        assert torch.equal(
+            layer.weight.dequantize(), mf.tensor.quantize(value, "mxfp8").dequantize()
+        )
 
 
 # ---- swapped -------------------------------------------------------------------------------------

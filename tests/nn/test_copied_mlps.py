@@ -100,7 +100,7 @@ CYCLES += (settings_have_it,)
 def converted(cls, fuse=True):
     torch.manual_seed(0)
     model = nn.Sequential(cls())
-    report = mf.quantize_(model, "mxfp8", keep="nothing", fuse=fuse, verbose=False)
+    report = mf.quantize_(model, "mxfp8", keep="nothing", fuse=fuse)
     assert len(report.fused) == fuse
     return model
 

@@ -38,7 +38,7 @@ MODELS = {
 def built(kind, recipe, **options):
     torch.manual_seed(0)
     model = MODELS[kind]()
-    mf.quantize_(model, recipe, verbose=False, keep="nothing", **options)
+    mf.quantize_(model, recipe, keep="nothing", **options)
     return model
 
 
@@ -88,7 +88,7 @@ def test_products_of_experts(sizes):
     found = []
     for recipe in (EDEN_RECIPE, BF16_BACKWARD):
         a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = mf.scaled_grouped_mm(
+        y = mf.functional.scaled_grouped_mm(
             a, b.transpose(-2, -1), offs=offs, recipe=recipe, rng=torch.tensor([3, 1])
         )
         found.append(torch.autograd.grad(y, (a, b), g.to(y.dtype)))

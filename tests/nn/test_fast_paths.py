@@ -45,7 +45,7 @@ def encoder(**arguments):
 def test_converted_layers_run_in_evaluation(norm_first):
     model = encoder(norm_first=norm_first)
     assert ops_of(model, TOKENS) == (2, 0)
-    report = mf.quantize_(model, "mxfp8", verbose=False)
+    report = mf.quantize_(model, "mxfp8")
     assert ops_of(model, TOKENS) == (0, 4)
     notes = dict(report.notes)
     assert "fused inference is off" in notes["layers.0"]
@@ -61,7 +61,7 @@ def test_a_padded_batch():
     model = encoder()
     before = {name: set(module.__dict__) for name, module in model.named_modules()}
     assert ops_of(model, TOKENS, src_key_padding_mask=PADDING) == (2, 0)
-    report = mf.quantize_(model, "mxfp8", verbose=False)
+    report = mf.quantize_(model, "mxfp8")
     assert "nested tensors are off" in dict(report.notes)[""]
     assert ops_of(model, TOKENS, src_key_padding_mask=PADDING) == (0, 4)
     mf.restore_(model)
@@ -71,17 +71,17 @@ def test_a_padded_batch():
 
 def test_only_what_is_converted_loses_its_fast_path():
     model = encoder()
-    report = mf.quantize_(model, "layers.1.linear2: mxfp8", verbose=False)
+    report = mf.quantize_(model, "layers.1.linear2: mxfp8")
     assert [name for name, _ in report.notes] == ["", "layers.1"]
     assert ops_of(model, TOKENS) == (1, 1)
     assert ops_of(model, TOKENS, src_key_padding_mask=PADDING) == (1, 1)
-    second = mf.quantize_(model, "mxfp8", verbose=False)
+    second = mf.quantize_(model, "mxfp8")
     assert [name for name, _ in second.notes] == ["layers.0", "layers.1"]
 
 
 def test_parts_are_restored_one_by_one():
     model = encoder()
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8")
     mf.restore_(model.layers[0])
     assert ops_of(model, TOKENS) == (1, 2)
     assert ops_of(model, TOKENS, src_key_padding_mask=PADDING) == (1, 2)
@@ -94,14 +94,14 @@ def test_parts_are_restored_one_by_one():
 def test_a_disabled_path_stays_disabled():
     model = encoder()
     model.use_nested_tensor = False
-    report = mf.quantize_(model, "mxfp8", verbose=False)
+    report = mf.quantize_(model, "mxfp8")
     assert "" not in dict(report.notes)
     mf.restore_(model)
     assert model.use_nested_tensor is False
 
 
 def parts(model):
-    mf.quantize_(model.layers[0].linear1, "mxfp8", verbose=False)
+    mf.quantize_(model.layers[0].linear1, "mxfp8")
     return model, (1, 1)
 
 
@@ -111,17 +111,17 @@ def placed(model):
 
 
 def built(model):
-    with mf.quantized_model_init("mxfp8_2d"):
+    with mf.nn.quantized_model_init("mxfp8_2d"):
         return encoder(), (0, 4)
 
 
 def copied(model):
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8")
     return copy.deepcopy(model), (0, 4)
 
 
 def loaded(model):
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8")
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -163,7 +163,7 @@ def test_compiled_before_and_after():
     compiled = torch.compile(model, backend=backend)
     compiled(TOKENS)
     assert backend.take() == (2, 0)
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8")
     compiled(TOKENS)
     assert backend.take() == (0, 4)
     compiled(TOKENS, src_key_padding_mask=PADDING)
@@ -186,7 +186,7 @@ class Attention(nn.Module):
 
 def test_attention_reads_its_projections_without_calling_them():
     model = Attention().eval()
-    report = mf.quantize_(model, "mxfp8", verbose=False)
+    report = mf.quantize_(model, "mxfp8")
     reason = dict(report.skipped)["attention.out_proj"]
     assert "NonDynamicallyQuantizableLinear" in reason
     assert "in_proj_weight" in reason
@@ -196,7 +196,7 @@ def test_attention_reads_its_projections_without_calling_them():
 def test_a_plain_out_proj_of_attention_is_left_out():
     model = Attention()
     model.attention.out_proj = nn.Linear(32, 32)
-    report = mf.quantize_(model, "mxfp8", verbose=False)
+    report = mf.quantize_(model, "mxfp8")
     assert "without calling a layer" in dict(report.skipped)["attention.out_proj"]
 
     class Mine(nn.MultiheadAttention):
@@ -205,5 +205,5 @@ def test_a_plain_out_proj_of_attention_is_left_out():
 
     model.attention = Mine(32, 4)
     model.attention.out_proj = nn.Linear(32, 32)
-    report = mf.quantize_(model, "mxfp8", verbose=False)
+    report = mf.quantize_(model, "mxfp8")
     assert report.converted == [("attention.out_proj", "mxfp8")]

@@ -20,7 +20,7 @@ WITHOUT_BITS = ["fp8_tensorwise", "fp8_delayed", "mxfp8"]  # nothing random: the
 def network(recipe: str, seed: int = 0, **options: object) -> nn.Sequential:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(K, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, N))
-    mf.quantize_(model, recipe, keep="nothing", verbose=False, **options)
+    mf.quantize_(model, recipe, keep="nothing", **options)
     return model
 
 
@@ -159,7 +159,7 @@ class FeedForward(nn.Module):
 def feed_forward(recipe: str, fuse: bool) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(FeedForward())
-    mf.quantize_(model, recipe, keep="nothing", fuse=fuse, verbose=False)
+    mf.quantize_(model, recipe, keep="nothing", fuse=fuse)
     return model
 
 

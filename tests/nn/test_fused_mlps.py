@@ -45,7 +45,7 @@ def converted(module, recipe="mxfp8", dtype=torch.bfloat16, **options):
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.2)
     module = nn.Sequential(module).to(dtype)
-    report = mf.quantize_(module, recipe, **{"verbose": False, "fuse": True, **options})
+    report = mf.quantize_(module, recipe, **{"fuse": True, **options})
     return module, report
 
 
@@ -253,7 +253,7 @@ def test_sequential_and_fake_tensors(calls):
     assert len(calls) == 1
     with FakeTensorMode():
         model = nn.Sequential(Mlp(nn.GELU(), bias=False))
-        assert mf.quantize_(model, "mxfp8", fuse=True, verbose=False).fused == report.fused
+        assert mf.quantize_(model, "mxfp8", fuse=True).fused == report.fused
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -264,7 +264,7 @@ def test_the_public_module(activation, gated, calls):
     model = mf.MLP(WIDTH, HIDDEN, activation=activation, gated=gated, dtype=torch.bfloat16)
     x, before = hidden(), copy.deepcopy(model)
     want = before(x)
-    report = mf.quantize_(model, "mxfp8", verbose=False)
+    report = mf.quantize_(model, "mxfp8")
     names = "gate, up, down" if gated else "up, down"
     assert report.fused == [("", f"{names} and {activation} are one op")]
     found = results(model)
@@ -325,7 +325,7 @@ def test_kept_copied_and_restored():
     model = nn.Sequential(FeedForward()).bfloat16()
     before, feed = copy.deepcopy(model), model[0]
     parameters, state = dict(model.named_parameters()), dict(feed.__dict__)
-    mf.quantize_(model, "mxfp8", fuse=True, verbose=False)
+    mf.quantize_(model, "mxfp8", fuse=True)
     assert model[0] is feed
     assert isinstance(feed, FeedForward)
     assert list(model.state_dict()) == list(before.state_dict())
@@ -353,9 +353,9 @@ def test_kept_copied_and_restored():
 
 def test_two_calls_for_one_model():
     model = nn.Sequential(FeedForward(), FeedForward()).bfloat16()
-    first = mf.quantize_(model, "mxfp8", ["1."], fuse=True, verbose=False)
+    first = mf.quantize_(model, "mxfp8", filter_fqns=["1."], fuse=True)
     kept = model[0].mlp_parts
-    second = mf.quantize_(model, "fp8_rowwise", ["0."], fuse=True, verbose=False)
+    second = mf.quantize_(model, "fp8_rowwise", filter_fqns=["0."], fuse=True)
     assert [name for name, _ in first.fused] == ["0"]
     assert [name for name, _ in second.fused] == ["0", "1"]
     assert model[0].mlp_parts == kept
@@ -370,7 +370,7 @@ def test_an_error_leaves_modules_alone(monkeypatch):
 
     monkeypatch.setattr("minifloat.nn.fuse.find_mlps.clean_name", fail)
     with pytest.raises(ZeroDivisionError):
-        mf.quantize_(model, "mxfp8", fuse=True, verbose=False)
+        mf.quantize_(model, "mxfp8", fuse=True)
     assert type(model[0]) is FeedForward
     assert type(model[0].w1) is nn.Linear
     assert type(model[1].up) is nn.Linear
@@ -401,7 +401,7 @@ def test_checkpointed_forwards_save_weights_alike(order):
     for memory in ("speed", "weights"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        mf.quantize_(model, "fp8_rowwise", memory=memory, verbose=False)
+        mf.quantize_(model, "fp8_rowwise", memory=memory)
         for _ in range(2):
             losses = []
             for _ in range(2):

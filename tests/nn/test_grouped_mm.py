@@ -1,4 +1,4 @@
-"""mf.scaled_grouped_mm: products of experts against linear layers of each expert's rows."""
+"""scaled_grouped_mm: products of experts against linear layers of each expert's rows."""
 
 from itertools import pairwise
 
@@ -69,7 +69,9 @@ class Case:
             b = torch.stack([w, w], -1)[..., 0]
         bias = None if self.bias is None else self.bias.clone().requires_grad_()
         options = {"rng": self.rng, "amax_history": self.history, **options}
-        y = mf.scaled_grouped_mm(a, b, self.offs, self.recipe, self.x.dtype, bias=bias, **options)
+        y = mf.functional.scaled_grouped_mm(
+            a, b, self.offs, self.recipe, self.x.dtype, bias=bias, **options
+        )
         y.backward(self.g)
         dw = w.grad if self.layout == "column" else w.grad.transpose(-2, -1)
         return y.detach(), a.grad, dw, None if bias is None else bias.grad
@@ -266,7 +268,7 @@ def test_saved_bytes(recipe):
 
     a, w = case.x.requires_grad_(), case.w.requires_grad_()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        mf.scaled_grouped_mm(
+        mf.functional.scaled_grouped_mm(
             a, w.transpose(-2, -1), case.offs, recipe, rng=case.rng, amax_history=case.history
         )
     of_a = 1.05 if "fp8" in recipe else 0.57
@@ -290,7 +292,7 @@ def test_only_what_gradients_need_is_saved():
     of_a, of_w = (96, 160 + 64), (2, 96, 48)  # columnwise codes
 
     def shapes(x, w):
-        return saved_shapes(lambda: mf.scaled_grouped_mm(x, w, case.offs, "mxfp8"))
+        return saved_shapes(lambda: mf.functional.scaled_grouped_mm(x, w, case.offs, "mxfp8"))
 
     both = shapes(a.clone().requires_grad_(), b.clone().requires_grad_())
     assert {of_a, of_w} <= both
@@ -300,7 +302,7 @@ def test_only_what_gradients_need_is_saved():
     only_b = shapes(a, b.clone().requires_grad_())
     assert of_a in only_b
     assert of_w not in only_b
-    assert not mf.scaled_grouped_mm(a, b, case.offs, "mxfp8").requires_grad
+    assert not mf.functional.scaled_grouped_mm(a, b, case.offs, "mxfp8").requires_grad
 
 
 @pytest.mark.parametrize("recipe", ["fp8_rowwise", "nvfp4", "fp8_delayed", "bf16"])
@@ -340,12 +342,16 @@ def test_one_graph_for_any_number_of_rows(recipe):
         return graph.forward
 
     torch._dynamo.reset()
-    compiled = torch.compile(mf.scaled_grouped_mm, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(
+        mf.functional.scaled_grouped_mm, fullgraph=True, dynamic=True, backend=backend
+    )
     for rows in (40, 64, 97, 130, 200):
         case = Case(recipe, sizes=[rows - 30, 0, 30], tail=3)
         b = case.w.transpose(-2, -1)
         y = compiled(case.x, b, case.offs, recipe, rng=case.rng)
-        assert torch.equal(y, mf.scaled_grouped_mm(case.x, b, case.offs, recipe, rng=case.rng))
+        assert torch.equal(
+            y, mf.functional.scaled_grouped_mm(case.x, b, case.offs, recipe, rng=case.rng)
+        )
     assert len(graphs) == 1
 
 
@@ -354,7 +360,7 @@ def test_compiled_gradients_equal_eager_ones():
     want = case.run()
     torch._dynamo.reset()
     a, w = case.x.requires_grad_(), case.w.requires_grad_()
-    run = torch.compile(mf.scaled_grouped_mm, fullgraph=True, dynamic=True)
+    run = torch.compile(mf.functional.scaled_grouped_mm, fullgraph=True, dynamic=True)
     y = run(a, w.transpose(-2, -1), case.offs, "nvfp4", rng=case.rng)
     y.backward(case.g)
     for got, expected in zip((y, a.grad, w.grad), want[:3], strict=True):
@@ -365,11 +371,11 @@ def test_autocast_and_dtypes():
     case = Case("mxfp8", dtype=torch.float32, tail=0)
     b = case.w.transpose(-2, -1)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = mf.scaled_grouped_mm(case.x, b, case.offs, "mxfp8")
-    want = mf.scaled_grouped_mm(case.x.bfloat16(), b.bfloat16(), case.offs, "mxfp8")
+        y = mf.functional.scaled_grouped_mm(case.x, b, case.offs, "mxfp8")
+    want = mf.functional.scaled_grouped_mm(case.x.bfloat16(), b.bfloat16(), case.offs, "mxfp8")
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, want)
-    y = mf.scaled_grouped_mm(case.x, b, case.offs, "mxfp8", torch.float32)
+    y = mf.functional.scaled_grouped_mm(case.x, b, case.offs, "mxfp8", torch.float32)
     assert y.dtype == torch.float32
 
 
@@ -416,14 +422,14 @@ def arguments(**changes):
 )
 def test_errors_say_what_was_expected(changes, message):
     with pytest.raises(ValueError, match=message) as error:
-        mf.scaled_grouped_mm(**arguments(**changes))
+        mf.functional.scaled_grouped_mm(**arguments(**changes))
     assert "got" in str(error.value) or "needs" in str(error.value)
 
 
 def test_no_second_derivative():
     case = Case("mxfp8", tail=0)
     a, b = case.x.requires_grad_(), case.w.transpose(-2, -1)
-    y = mf.scaled_grouped_mm(a, b, case.offs, "mxfp8")
+    y = mf.functional.scaled_grouped_mm(a, b, case.offs, "mxfp8")
     (grad,) = torch.autograd.grad(y.float().square().sum(), a, create_graph=True)
     with pytest.raises(RuntimeError, match="derivative"):
         grad.float().sum().backward()

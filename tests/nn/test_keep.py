@@ -27,7 +27,7 @@ class Model(nn.Module):
 
 
 def kept(model, recipe="nvfp4", **options):
-    report = mf.quantize_(model, recipe, verbose=False, **options)
+    report = mf.quantize_(model, recipe, **options)
     return dict(report.skipped)
 
 
@@ -98,12 +98,12 @@ ROWS = "with an output for each of the 96 rows of embed"
     ],
 )
 def test_a_head_of_any_name_stays_and_is_named(model, heads):
-    report = mf.quantize_(model, "mxfp8", verbose=False)
+    report = mf.quantize_(model, "mxfp8")
     assert dict(report.skipped) == {n: f'keep="head": the head, {how}' for n, how in heads.items()}
     assert list(report.heads) == list(heads)
     assert str(report).splitlines()[0].endswith(f"not; the head: {', '.join(heads)}")
     mf.restore_(model)
-    mapped = mf.quantize_(model, f"*: mxfp8; {next(iter(heads))}: nvfp4", verbose=False)
+    mapped = mf.quantize_(model, f"*: mxfp8; {next(iter(heads))}: nvfp4")
     assert (next(iter(heads)), "nvfp4") in mapped.converted
 
 
@@ -143,12 +143,12 @@ class Beside(nn.Module):
     ],
 )
 def test_models_without_a_head_lose_no_layer(model):
-    report = mf.quantize_(model, "mxfp8", verbose=False)
+    report = mf.quantize_(model, "mxfp8")
     assert [why for _, why in report.skipped if "keep" in why] == []
     assert report.heads == ()
     assert str(report).splitlines()[0].endswith("not; the head: none found")
     mf.restore_(model)
-    asked = mf.quantize_(model, "mxfp8", keep="nothing", verbose=False)
+    asked = mf.quantize_(model, "mxfp8", keep="nothing")
     assert (asked.heads, "head" in str(asked).splitlines()[0]) == (None, False)
 
 
@@ -227,9 +227,9 @@ def test_refuses(model, keep, message):
 
 def test_the_policy_of_the_paper_is_that_of_its_map():
     found, want = (build_model(ModelConfig(32, 2, 2, 1, 64, 300), 16, 1, "cpu") for _ in range(2))
-    report = mf.quantize_(found, "nvfp4", keep="nvfp4_paper", seed=1, verbose=False)
+    report = mf.quantize_(found, "nvfp4", keep="nvfp4_paper", seed=1)
     written = "*: nvfp4; output: bf16; layers.1.*: bf16"
-    assert mf.quantize_(want, written, seed=1, verbose=False).converted == report.converted
+    assert mf.quantize_(want, written, seed=1).converted == report.converted
     tokens = torch.arange(2 * 16).reshape(2, 16)
     assert torch.equal(found(tokens), want(tokens))
 

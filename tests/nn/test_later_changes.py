@@ -21,8 +21,8 @@ from tests.support.same_bits import require_same
 def test_a_change_of_what_was_read(_, condition, change, monkeypatch):
     models = [nn.Sequential(module_of(condition)) for _ in range(2)]
     fused, unfused = models
-    report = mf.quantize_(fused, "mxfp8", keep="nothing", fuse=True, verbose=False)
-    mf.quantize_(unfused, "mxfp8", keep="nothing", verbose=False)
+    report = mf.quantize_(fused, "mxfp8", keep="nothing", fuse=True)
+    mf.quantize_(unfused, "mxfp8", keep="nothing")
     assert [name for name, _ in report.fused] == ["0"], report.not_fused
     x = torch.randn(2, WIDTH)
     assert can_be_one_op(fused[0], x)
@@ -87,5 +87,5 @@ def test_a_read_whose_value_is_not_known_is_left_out(name):
     module = module_of(OPAQUE[name])
     type(module).flag = functools.cached_property(lambda m: False)
     type(module).flag.__set_name__(type(module), "flag")
-    report = mf.quantize_(nn.Sequential(module), "mxfp8", keep="nothing", fuse=True, verbose=False)
+    report = mf.quantize_(nn.Sequential(module), "mxfp8", keep="nothing", fuse=True)
     assert report.not_fused == [("0", f"its forward reads {name}")]

@@ -119,7 +119,7 @@ def test_a_layer_that_is_read_by_another_path(path):
     """Such a path may lead to another layer later, which no comparison of the submodules sees."""
     model = nn.Sequential(module_of(None))
     type(model[0]).forward = path(model[0])
-    report = mf.quantize_(model, "mxfp8", keep="nothing", fuse=True, verbose=False)
+    report = mf.quantize_(model, "mxfp8", keep="nothing", fuse=True)
     assert report.fused == []
     assert dict(report.not_fused)["0"] == f"its forward {PATHS[path]}"
 
@@ -328,7 +328,7 @@ def test_a_question_that_a_stand_in_cannot_answer(name):
     settings |= {"liar": Liar(), "proxy": Proxy(), "weak": weakref.proxy(holder)}
     module = module_of(IDENTITIES[name], **settings)
     CALLED.clear()
-    report = mf.quantize_(nn.Sequential(module), "mxfp8", keep="nothing", fuse=True, verbose=False)
+    report = mf.quantize_(nn.Sequential(module), "mxfp8", keep="nothing", fuse=True)
     assert report.fused == []
     assert len(report.not_fused) == 1
     assert CALLED == []

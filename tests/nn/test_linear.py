@@ -1,4 +1,4 @@
-"""mf.linear, mf.linear_group, mf.Linear: products, what is saved, dtypes, shapes, randomness."""
+"""mf.linear, linear_group, mf.Linear: products, what is saved, dtypes, shapes, randomness."""
 
 import minifloat as mf
 import pytest
@@ -287,7 +287,9 @@ def test_group_equals_its_layers(recipe):
     rngs = [RNG, RNG]
     histories = [history(), history()] if recipe == "fp8_delayed" else None
     with CountOps() as counted:
-        ya, yb = mf.linear_group(x, [w, w2], [b, None], recipe, rng=rngs, amax_history=histories)
+        ya, yb = mf.functional.linear_group(
+            x, [w, w2], [b, None], recipe, rng=rngs, amax_history=histories
+        )
     assert len(counted.directions) == 3  # x once, each weight once
     alone = [history(), history()]
     singles = [
@@ -307,7 +309,7 @@ def test_group_equals_its_layers(recipe):
 def test_group_with_an_unused_output():
     x, w, _, g = data()
     w2 = torch.randn(21, K, requires_grad=True)
-    ya, _ = mf.linear_group(x, [w, w2], recipe="mxfp8")
+    ya, _ = mf.functional.linear_group(x, [w, w2], recipe="mxfp8")
     dw, dw2 = torch.autograd.grad(ya, (w, w2), g, allow_unused=True)
     assert dw2 is None or not dw2.any()
     assert torch.equal(dw, torch.autograd.grad(mf.linear(x, w, None, "mxfp8"), w, g)[0])
@@ -369,7 +371,7 @@ def test_amaxes_of_two_transforms_are_recorded_apart():
     y.backward(g)
     newest = dict(zip(operand_names(), history[:, 1]))
     for name, values in (("x/fprop", x), ("g/dgrad", g)):
-        assert newest[name] == mf.amax(values.detach(), plain), name
+        assert newest[name] == mf.tensor.amax(values.detach(), plain), name
     for name, values in (("x/wgrad", x), ("g/wgrad", g)):
-        assert newest[name] == mf.amax(values.detach(), turned, columnwise=True), name
+        assert newest[name] == mf.tensor.amax(values.detach(), turned, columnwise=True), name
     assert newest["x/wgrad"] != newest["x/fprop"]

@@ -33,7 +33,7 @@ class Tied(nn.Module):
 def tied(accumulate, recipe="mxfp8", dtype=torch.float32):
     torch.manual_seed(0)
     model = Tied().to(dtype)
-    mf.quantize_(model, recipe, keep="nothing", accumulate=accumulate, verbose=False)
+    mf.quantize_(model, recipe, keep="nothing", accumulate=accumulate)
     if accumulate == "main_grad":
         model.head.weight.main_grad = torch.zeros(VOCABULARY, WIDTH)
     return model
@@ -96,7 +96,7 @@ def test_weight_that_is_trained_from_a_later_step_on():
     model, plain = tied(None), tied(None)
     model.head.weight.requires_grad_(False)
     mf.restore_(model)
-    mf.quantize_(model, "mxfp8", keep="nothing", accumulate="main_grad", verbose=False)
+    mf.quantize_(model, "mxfp8", keep="nothing", accumulate="main_grad")
     assert not model.head.weight.requires_grad
     model.head.weight.requires_grad_(True).main_grad = torch.zeros(VOCABULARY, WIDTH)
     train(model), train(plain)
@@ -157,9 +157,7 @@ def test_partly_frozen_feed_forward_stays_one_op(how, frozen, is_compiled, monke
         torch.manual_seed(0)
         model = FeedForward()
         model.get_submodule(frozen).weight.requires_grad_(False)
-        report = mf.quantize_(
-            model, "fp8_tensorwise", fuse=True, accumulate=accumulate, verbose=False
-        )
+        report = mf.quantize_(model, "fp8_tensorwise", fuse=True, accumulate=accumulate)
         assert [text for _, text in report.fused] == ["gate, up, down and silu are one op"]
         models.append(model)
     plain, model = models
@@ -185,8 +183,8 @@ def test_partly_frozen_feed_forward_stays_one_op(how, frozen, is_compiled, monke
 
 def test_feed_forward_with_several_places_is_not_fused():
     model = FeedForward()
-    mf.quantize_(model.up, "fp8_tensorwise", accumulate="main_grad", verbose=False)
-    report = mf.quantize_(model, "fp8_tensorwise", fuse=True, verbose=False)
+    mf.quantize_(model.up, "fp8_tensorwise", accumulate="main_grad")
+    report = mf.quantize_(model, "fp8_tensorwise", fuse=True)
     assert [text for _, text in report.not_fused] == [
         "its layers accumulate gradients in several places"
     ]
@@ -198,7 +196,7 @@ def test_feed_forward_whose_places_part_later_is_not_one_op(places):
     for fuse in (False, True):
         torch.manual_seed(0)
         model = FeedForward()
-        mf.quantize_(model, "fp8_tensorwise", fuse=fuse, accumulate=places[0], verbose=False)
+        mf.quantize_(model, "fp8_tensorwise", fuse=fuse, accumulate=places[0])
         model.up.accumulate = places[1]
         for layer in model.children():
             if layer.accumulate == "main_grad":
@@ -230,7 +228,7 @@ def with_converted_layer_loaded():
 def with_plain_layer_loaded():
     torch.manual_seed(0)
     layer = loaded(nn.Linear(K, N))
-    mf.quantize_(layer, "fp8_rowwise", accumulate="main_grad", verbose=False)
+    mf.quantize_(layer, "fp8_rowwise", accumulate="main_grad")
     layer.weight.main_grad = torch.zeros(N, K)
     return layer
 

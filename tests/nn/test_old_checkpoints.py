@@ -28,7 +28,7 @@ def values(rows, cols):
 
 def casts():
     x = values(24, 40)
-    return {s: mf.quantize(x, s, columnwise="rht" in s, seed=5, stream=7) for s in SPECS}
+    return {s: mf.tensor.quantize(x, s, columnwise="rht" in s, seed=5, stream=7) for s in SPECS}
 
 
 def model(recipe, **options):
@@ -36,7 +36,7 @@ def model(recipe, **options):
     for linear in linears:
         linear.weight.data = values(*linear.weight.shape)
         linear.bias.data = values(1, linear.out_features)[0]
-    mf.quantize_(linears, recipe, keep="nothing", verbose=False, **options)
+    mf.quantize_(linears, recipe, keep="nothing", **options)
     return linears
 
 
@@ -45,7 +45,7 @@ def codes_of_weights():
 
 
 def with_state():
-    return model("0: nvfp4; 1: fp8_delayed", seed=3, amax_history_length=2)
+    return model("0: nvfp4; 1: fp8_delayed", seed=3, delayed_scaling=mf.nn.DelayedScaling(2))
 
 
 def write(file):

@@ -29,7 +29,7 @@ def block(features=64):
 
 def converted(recipe=RECIPE, model=None, **arguments):
     model = block() if model is None else model
-    mf.quantize_(model, recipe, verbose=False, **arguments)
+    mf.quantize_(model, recipe, **arguments)
     return model
 
 

@@ -101,7 +101,7 @@ class Nested(nn.Module):
 
 def converted(model):
     root = nn.Sequential(model, nn.Linear(WIDTH, WIDTH))
-    mf.quantize_(root, RECIPE, keep="nothing", verbose=False)
+    mf.quantize_(root, RECIPE, keep="nothing")
     return root
 
 

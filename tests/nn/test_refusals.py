@@ -11,7 +11,7 @@ DIM = 32
 def converted(recipe="mxfp8", **options):
     torch.manual_seed(0)
     layer = nn.Linear(DIM, DIM)
-    mf.quantize_(layer, recipe, verbose=False, **options)
+    mf.quantize_(layer, recipe, **options)
     return layer
 
 
@@ -112,7 +112,7 @@ def test_autocast_to_float16_is_named(run):
 @pytest.mark.parametrize(("name", "dtype"), [("half", "float16"), ("double", "float64")])
 def test_a_dtype_that_primary_weights_cannot_have_is_refused(make, name, dtype):
     model = mf.restore_(make())
-    mf.quantize_(model, "mxfp8_2d", primary=True, verbose=False)
+    mf.quantize_(model, "mxfp8_2d", primary=True)
     quantized = [p for p in model.parameters() if isinstance(p, mf.QuantizedTensor)]
     before = [p.dequantize() for p in quantized]
     message = rf"\.{name}\(\) of a model with primary weights: .* got torch\.{dtype}; call model\."
@@ -129,7 +129,7 @@ def test_a_dtype_that_primary_weights_cannot_have_is_refused(make, name, dtype):
 
 def test_codes_of_experts_that_were_assigned_refuse_it_too():
     source, model = mf.restore_(mixture()), mixture("mxfp8_2d")
-    mf.quantize_(source, "mxfp8_2d", primary=True, verbose=False)
+    mf.quantize_(source, "mxfp8_2d", primary=True)
     model.load_state_dict(source.state_dict(), assign=True)
     assert isinstance(model.experts.w1, mf.QuantizedTensor)
     with pytest.raises(ValueError, match=r"which \S+\.w1 computes in, got torch\.float16"):
@@ -142,7 +142,7 @@ def test_a_nested_tensor_is_refused(layout, is_training):
     """Rows of several lengths have no shape that a cast or product could read."""
     x = torch.nested.nested_tensor([torch.randn(n, 32) for n in (3, 5)], layout=layout)
     layer = nn.Sequential(nn.Linear(32, 32))
-    mf.quantize_(layer, "nvfp4", keep="nothing", verbose=False)
+    mf.quantize_(layer, "nvfp4", keep="nothing")
     mixture = mf.MoE(32, 32, experts=2, top_k=1, recipe="nvfp4")
     for module in (layer, mixture):
         with pytest.raises(ValueError, match="expected x as a dense tensor, got a nested tensor"):

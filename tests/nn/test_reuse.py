@@ -17,7 +17,7 @@ from tests.support.same_bits import require_same_numbers
 def layer(recipe, dtype=torch.float32):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(K, N, dtype=dtype))
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe)
     return model
 
 
@@ -180,7 +180,7 @@ def test_other_parameters_are_never_reused():
         model(x)
     assert casts(lambda: torch.func.functional_call(model, other, x), (N, K)) == 1
     primary = nn.Sequential(nn.Linear(64, 64))
-    mf.quantize_(primary, "mxfp8_2d", primary=True, verbose=False)
+    mf.quantize_(primary, "mxfp8_2d", primary=True)
     assert primary[0].weight_codes is None
 
 

@@ -18,7 +18,7 @@ MODES = {"eval": False, "train": True}
 def layer(recipe="mxfp8", accumulate=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(K, N, bias=False))
-    mf.quantize_(model, recipe, accumulate=accumulate, verbose=False)
+    mf.quantize_(model, recipe, accumulate=accumulate)
     if accumulate == "main_grad":
         model[0].weight.main_grad = torch.zeros(N, K)
     return model
@@ -96,7 +96,7 @@ def test_another_recipe_is_followed():
 
 def test_a_shared_input_that_is_another_one_or_refilled():
     projections = nn.ModuleDict({n: nn.Linear(K, N) for n in ("q_proj", "k_proj", "v_proj")})
-    mf.quantize_(projections, "mxfp8", verbose=False)
+    mf.quantize_(projections, "mxfp8")
     q, k, v = projections.values()
     twins = without_reuse(projections)
     assert q.shared_input is k.shared_input is not None
@@ -306,7 +306,7 @@ def test_an_unknown_cache_is_refused_before_anything_is_written():
 def test_a_refused_call_casts_nothing(autocast):
     """Refuses a bad x where the second read would cast the weight, which writes its amax."""
     model = nn.Sequential(nn.Linear(K, N, bias=False))
-    mf.quantize_(model, "fp8_delayed", verbose=False)
+    mf.quantize_(model, "fp8_delayed")
     model(batch())
     history = model[0].amax_history
     history.zero_()

@@ -22,7 +22,7 @@ TABLE = rotary_table(16, 16)
 def attention(recipe="nvfp4"):
     torch.manual_seed(0)
     model = nn.ModuleDict({"attention": Attention(CONFIG)})
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe)
     return model
 
 
@@ -58,7 +58,7 @@ def test_names_of_other_models():
     torch.manual_seed(0)
     model = nn.ModuleDict({n: nn.Linear(64, 32) for n in ("q_proj", "k_proj", "v_proj", "o_proj")})
     model["mlp"] = FeedForward(CONFIG)
-    mf.quantize_(model, "*: mxfp8; v_proj: nvfp4", verbose=False)
+    mf.quantize_(model, "*: mxfp8; v_proj: nvfp4")
     assert model.q_proj.shared_input is model.k_proj.shared_input is not None
     assert model.v_proj.shared_input is None  # another recipe
     assert model.o_proj.shared_input is None
@@ -114,7 +114,7 @@ def test_stochastic_and_delayed_inputs_are_each_layers_own():
 def test_recomputation(reentrant, early_stop):
     torch.manual_seed(0)
     model = build_model(CONFIG, 16, 1, "cpu")
-    mf.quantize_(model, "nvfp4", verbose=False)
+    mf.quantize_(model, "nvfp4")
     twin = without_reuse(model)
     block = model.layers[0]
     options = {} if reentrant else {"early_stop": early_stop}

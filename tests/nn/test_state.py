@@ -81,10 +81,7 @@ def test_training_against_a_loop(algorithm):
     mf.quantize_(
         model,
         "fp8_delayed",
-        amax_history_length=3,
-        amax_algorithm=algorithm,
-        margin=1,
-        verbose=False,
+        delayed_scaling=mf.nn.DelayedScaling(3, algorithm, margin=1),
     )
     weight = model[0].weight
     active, seen = [0.0] * 6, [[] for _ in range(6)]
@@ -117,15 +114,15 @@ def test_products_use_the_active_amax():
     mf.step(layer)
     active = layer.amax_history[:, 0]
     y = layer(10 * x)  # ten times the active amax: saturates
-    a = mf.quantize(10 * x, "e4m3/tensor", amax=active[0])
-    b = mf.quantize(layer.weight.detach(), "e4m3/tensor", amax=active[1])
-    assert torch.equal(y, mf.scaled_mm(a, b, fast=True, out_dtype=torch.float32))
+    a = mf.tensor.quantize(10 * x, "e4m3/tensor", amax=active[0])
+    b = mf.tensor.quantize(layer.weight.detach(), "e4m3/tensor", amax=active[1])
+    assert torch.equal(y, mf.tensor.scaled_mm(a, b, fast=True, out_dtype=torch.float32))
 
 
 def test_step_without_histories_does_nothing():
     model = nn.Sequential(nn.Linear(4, 4))
     mf.step(model)
-    mf.quantize_(model, "nvfp4", verbose=False)
+    mf.quantize_(model, "nvfp4")
     model(torch.ones(2, 4)).sum().backward()
     before = {**model.state_dict(), **mf.training_state(model)}
     before = {name: t.clone() for name, t in before.items()}
@@ -138,7 +135,7 @@ def test_step_without_histories_does_nothing():
 def build(recipe="0: nvfp4; 2: fp8_delayed", length=3):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 8))
-    mf.quantize_(model, recipe, amax_history_length=length, verbose=False, seed=5)
+    mf.quantize_(model, recipe, delayed_scaling=mf.nn.DelayedScaling(length), seed=5)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
@@ -182,7 +179,7 @@ def test_the_seed_is_saved_before_the_rank_is_mixed_in():
     states = []
     for rank in (0, 1):
         layer = nn.Sequential(nn.Linear(4, 4))
-        mf.quantize_(layer, "nvfp4", seed=11, data_parallel_rank=rank, verbose=False)
+        mf.quantize_(layer, "nvfp4", seed=11, data_parallel_rank=rank)
         states.append((mf.training_state(layer)["rng"], layer[0].rng_state.tensor))
         mf.load_training_state(layer, {"rng": torch.tensor([12, 7])})
         assert layer[0].rng_state.tensor[1] == 7
@@ -225,7 +222,7 @@ def run_rank(rank: int, port: int, results) -> None:
     )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 16), nn.Linear(16, 8))
-    mf.quantize_(model, "0: fp8_delayed; 1: nvfp4", verbose=False)
+    mf.quantize_(model, "0: fp8_delayed; 1: nvfp4")
     x = torch.full((4, 24), 2.0 + rank)
     if rank == 0:
         x[0, 0] = float("nan")
@@ -254,7 +251,7 @@ def test_ranks_agree_on_amax_and_draw_other_bits():
 def delayed(recipe="fp8_delayed"):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe)
     return model
 
 

@@ -141,7 +141,7 @@ def network(recipe: str, options: dict) -> nn.Module:
     model = nn.Sequential(
         FeedForward(), mf.MoE(64, 64, cases.E, 2, dtype=torch.float32), nn.Linear(64, 64)
     )
-    mf.quantize_(model, recipe, keep="nothing", verbose=False, **options)
+    mf.quantize_(model, recipe, keep="nothing", **options)
     allocate_sums(model)
     return model
 

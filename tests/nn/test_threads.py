@@ -48,7 +48,7 @@ def block(width=32):
 
 
 def converted(recipe, model):
-    mf.quantize_(model, recipe, keep="nothing", verbose=False)
+    mf.quantize_(model, recipe, keep="nothing")
     return model
 
 

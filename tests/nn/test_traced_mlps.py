@@ -157,7 +157,7 @@ def test_blocks_share_compiled_code():
     """The comparison holds for the objects of each block: none of them is a constant."""
     module = settled_module()
     model = nn.Sequential(*(copy.deepcopy(module) for _ in range(5)))
-    report = mf.quantize_(model, "mxfp8", keep="nothing", fuse=True, verbose=False)
+    report = mf.quantize_(model, "mxfp8", keep="nothing", fuse=True)
     assert len(report.fused) == 5
     want = model(torch.ones(2, WIDTH))
     for i, block in enumerate(model):
@@ -234,8 +234,7 @@ def test_conversion_runs_nothing_of_the_module(monkeypatch):
             patch.setattr(torch.random, name, refuse)
         patch.setattr(nn.Module, "__call__", refuse)
         reports = [
-            mf.quantize_(nn.Sequential(m), "mxfp8", keep="nothing", fuse=True, verbose=False)
-            for m in modules
+            mf.quantize_(nn.Sequential(m), "mxfp8", keep="nothing", fuse=True) for m in modules
         ]
     assert [len(report.fused) for report in reports] == [0, 0, 0, 0, 1]
     assert called == []

@@ -24,7 +24,7 @@ RECOMPUTED = ["recompute", "recompute", "train", "oldest", "newest", "oldest", "
 def build(recipe="nvfp4", model=programs.Model):
     torch.manual_seed(0)
     converted = model()
-    mf.quantize_(converted, recipe, keep="nothing", verbose=False)
+    mf.quantize_(converted, recipe, keep="nothing")
     return converted
 
 
@@ -49,7 +49,7 @@ def outputs_of_two_recipes(way):
     for step in range(6):
         if step == 3:
             mf.restore_(model)
-            mf.quantize_(model, "nvfp4", keep="nothing", seed=1, verbose=False)
+            mf.quantize_(model, "nvfp4", keep="nothing", seed=1)
         generator = torch.Generator().manual_seed(step)
         y = call(torch.randn(programs.ROWS, programs.FEATURES, generator=generator))
         y.square().mean().backward()

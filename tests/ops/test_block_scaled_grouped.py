@@ -128,8 +128,8 @@ def draw(*shape, seed):
 class Call:
     """A product: the operands of scaled_mm, and the arguments that the engine makes of them."""
 
-    a: mf.Quantized
-    b: mf.Quantized
+    a: mf.tensor.Quantized
+    b: mf.tensor.Quantized
     table: torch.Tensor
     k: int
     unit: int
@@ -159,24 +159,24 @@ class Call:
 
 
 def along_rows(layout, pair, n, k, seed):
-    table = mf.group_table(int32(layout.ends), layout.rows)
+    table = mf.tensor.group_table(int32(layout.ends), layout.rows)
     x = draw(layout.rows, k, seed=seed)
     if layout.ends:
         x[layout.ends[-1] :] = float("nan")
-    a = mf.quantize(x, pair[0], groups=table, seed=seed)
-    b = mf.quantize(draw(len(layout.ends), n, k, seed=seed + 1), pair[1], seed=seed)
+    a = mf.tensor.quantize(x, pair[0], groups=table, seed=seed)
+    b = mf.tensor.quantize(draw(len(layout.ends), n, k, seed=seed + 1), pair[1], seed=seed)
     return Call(a, b, table, k, 0)
 
 
 def along_contraction(layout, pair, m, n, unit, seed):
-    table = mf.group_table(int32(layout.ends), layout.rows)
+    table = mf.tensor.group_table(int32(layout.ends), layout.rows)
     unit = max(unit, *(grouped_oracle.least_unit(spec) for spec in pair))
     sides = []
     for spec, cols in zip(pair, (m, n), strict=True):
         x = draw(layout.rows, cols, seed=seed + cols)
         x[layout.ends[-1] :] = float("nan")
         how = {"columnwise": True, "groups": table, "group_unit": unit}
-        sides.append(mf.quantize(x, spec, seed=seed, **how))
+        sides.append(mf.tensor.quantize(x, spec, seed=seed, **how))
     return Call(*sides, table, layout.rows, unit)
 
 
@@ -384,9 +384,9 @@ def test_scales_are_torchaos(layout, spec, cols):
 def test_a_nan_scale_lies_in_its_group(spec, nan, count):
     x = torch.ones(40, 64)
     x[20, 40] = float("nan")
-    table = mf.group_table(int32([8, 40]), 40)
-    w = mf.quantize(torch.ones(2, 16, 64), spec)
-    call = Call(mf.quantize(x, spec, groups=table), w, table, 64, 0)
+    table = mf.tensor.group_table(int32([8, 40]), 40)
+    w = mf.tensor.quantize(torch.ones(2, 16, 64), spec)
+    call = Call(mf.tensor.quantize(x, spec, groups=table), w, table, 64, 0)
     tiles = call.arguments()[2][0].view(torch.uint8).flatten().numpy()
     second = 128 * 4  # one tile of rows after the first group's
     assert tiles[second + (20 - 8) * 16 + 40 // (32 if spec == "mxfp8" else 16)] == nan
@@ -446,7 +446,7 @@ def test_bad_operands_are_refused():
         return Call(**{**vars(call), **changes}).arguments()
 
     for spec in ("e4m3/row", "mxfp8/e5m2"):
-        a = mf.quantize(torch.ones(ROWS, 64), spec, groups=call.table)
+        a = mf.tensor.quantize(torch.ones(ROWS, 64), spec, groups=call.table)
         with pytest.raises(ValueError, match="expected both operands under MXFP8 in E4M3"):
             run(a=a)
     with pytest.raises(ValueError, match="expected a of 96 columns"):
@@ -454,7 +454,7 @@ def test_bad_operands_are_refused():
     with pytest.raises(ValueError, match="groups"):
         run(table=torch.zeros(3, dtype=torch.int32))
     with pytest.raises(ValueError, match="matrices, one a group"):
-        run(table=mf.group_table(int32([1]), ROWS))
+        run(table=mf.tensor.group_table(int32([1]), ROWS))
     narrow = along_contraction(Layout(ENDS, ROWS), ("mxfp8", "mxfp8"), 16, 16, 0, 0)
     length = grouped_oracle.length(ROWS, len(ENDS), 16)
     codes = [torch.zeros(16, length, dtype=torch.uint8)] * 2

@@ -24,7 +24,7 @@ class Seen(TorchDispatchMode):
 def layer_and_input(recipe):
     torch.manual_seed(0)
     layer = torch.nn.Linear(64, 48, dtype=torch.bfloat16)
-    mf.quantize_(layer, recipe, verbose=False)
+    mf.quantize_(layer, recipe)
     layer.weight_codes = None
     if layer.amax_history is not None:
         layer.amax_history.fill_(4.0)

@@ -116,7 +116,7 @@ def test_pairs_name_the_weights_and_groups_end_the_rows():
     given_ = draw_inputs(12, 40, torch.bfloat16, 1)
     gate, up, dh = (given_[name] for name in ("gate", "up", "dh"))
     weights, pairs = torch.rand(6, 2), torch.randperm(12).int()
-    groups = mf.group_table(torch.tensor([4, 4, 9], dtype=torch.int32), 12)
+    groups = mf.tensor.group_table(torch.tensor([4, 4, 9], dtype=torch.int32), 12)
     for t in (gate, up, dh):
         t[9:] = float("nan")
     h = ops.swiglu(gate, up, weights, pairs=pairs, groups=groups)
@@ -143,7 +143,7 @@ def test_amaxes_are_those_of_the_gradients(parts, dtype, form):
         given_ = draw_inputs(rows, width, dtype, rows + width)
         gate, up, dh, weights = (given_[name] for name in ("gate", "up", "dh", "weights"))
         dh[1:2, 0] = float("nan")
-        groups = mf.group_table(torch.tensor(ends, dtype=torch.int32), rows)
+        groups = mf.tensor.group_table(torch.tensor(ends, dtype=torch.int32), rows)
         other = up if parts == "two" else None
         both = {"two": gate, "apart": torch.cat([gate, up], 1)}
         both["interleaved"] = torch.stack([gate, up], 2).flatten(1)

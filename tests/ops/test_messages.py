@@ -157,7 +157,7 @@ def test_what_is_not_finite():
 
 def test_codes_and_scales_lie_side_by_side():
     x = torch.randn(2, 300)
-    q = mf.quantize(x, "e4m3/1x128")
+    q = mf.tensor.quantize(x, "e4m3/1x128")
     messages = ops.quantize_messages(x, "e4m3/1x128")
     assert messages.shape == (2, 304 + 16)  # 300 codes and 3 scales, each up to 16 bytes
     require_same(messages[:, :300], q.codes, "codes")

@@ -24,7 +24,7 @@ def refused(message, error=ValueError):
 @pytest.mark.parametrize("origin", [(), (16,), (16, 32, 5)])
 def test_an_origin_has_two_numbers(origin):
     with refused("origin as"):
-        mf.quantize(torch.ones(2, 2), "mxfp8", origin=origin)
+        mf.tensor.quantize(torch.ones(2, 2), "mxfp8", origin=origin)
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
@@ -37,16 +37,16 @@ def test_origins_where_random_bits_repeat_are_refused(origin, columnwise):
     if columnwise:
         x, origin = x.t().contiguous(), origin[::-1]
     with refused("origin|rows up to"):
-        mf.quantize(x, "mxfp8+sr", origin=origin, columnwise=columnwise)
+        mf.tensor.quantize(x, "mxfp8+sr", origin=origin, columnwise=columnwise)
 
 
 def test_the_last_origins_are_taken():
     x = torch.randn(2, 32)
-    mf.quantize(x, "mxfp8+sr", origin=(2**32 - 2, 2**36 - 32))
+    mf.tensor.quantize(x, "mxfp8+sr", origin=(2**32 - 2, 2**36 - 32))
     batched = torch.randn(3, 2, 32)
-    mf.quantize(batched, "mxfp8+sr", origin=(2**32 - 6, 0))
+    mf.tensor.quantize(batched, "mxfp8+sr", origin=(2**32 - 6, 0))
     with refused("rows up to"):  # the counter's rows go on from matrix to matrix
-        mf.quantize(batched, "mxfp8+sr", origin=(2**32 - 5, 0))
+        mf.tensor.quantize(batched, "mxfp8+sr", origin=(2**32 - 5, 0))
 
 
 # ---- lists of layers -----------------------------------------------------------------------------
@@ -56,12 +56,16 @@ def test_the_last_origins_are_taken():
 def test_a_group_has_a_state_for_each_layer_or_none(recipe):
     x, weights = torch.ones(4, 32), [torch.ones(8, 32)] * 2
     rng, history = [torch.tensor([1, 2, 3])] * 2, [torch.zeros(6, 4)] * 2
-    mf.linear_group(x, weights, recipe=recipe, rng=rng, amax_history=history)
+    mf.functional.linear_group(x, weights, recipe=recipe, rng=rng, amax_history=history)
     for short in (1, 3):
         with refused("amax_history of 2 layers"):
-            mf.linear_group(x, weights, recipe=recipe, rng=rng, amax_history=history[:1] * short)
+            mf.functional.linear_group(
+                x, weights, recipe=recipe, rng=rng, amax_history=history[:1] * short
+            )
         with refused("rng of 2 layers"):
-            mf.linear_group(x, weights, recipe=recipe, rng=rng[:1] * short, amax_history=history)
+            mf.functional.linear_group(
+                x, weights, recipe=recipe, rng=rng[:1] * short, amax_history=history
+            )
 
 
 def test_operands_have_the_rows_of_what_they_stand_for():
@@ -93,9 +97,9 @@ OTHERS = [torch.complex64, torch.bool, torch.int32, torch.float16, torch.float64
 def test_values_are_float32_or_bfloat16(dtype):
     x, other = torch.ones(8, 32), torch.ones(8, 32).to(dtype)
     with refused("float32 or bfloat16"):
-        mf.scaled_mm(other, x)
+        mf.tensor.scaled_mm(other, x)
     with refused("float32 or bfloat16"):
-        mf.scaled_mm(mf.quantize(x, "mxfp8"), other)
+        mf.tensor.scaled_mm(mf.tensor.quantize(x, "mxfp8"), other)
     for recipe in ("mxfp8", "bf16"):
         with refused("weight in float32 or bfloat16"):
             mf.linear(x, other, None, recipe)
@@ -106,7 +110,7 @@ def test_values_are_float32_or_bfloat16(dtype):
 @pytest.mark.parametrize("name", ["seed", "stream"])
 @pytest.mark.parametrize("value", [1.9, "1", None, 2**63])
 def test_a_seed_and_a_stream_are_64_bit_integers(name, value):
-    for cast, spec in ((mf.quantize, "mxfp8+sr"), (mf.amax, "nvfp4+eden")):
+    for cast, spec in ((mf.tensor.quantize, "mxfp8+sr"), (mf.tensor.amax, "nvfp4+eden")):
         with refused(f"{cast.__name__}: {name}: expected an int", (TypeError, ValueError)):
             cast(torch.ones(2, 32), spec, **{name: value})
 
@@ -126,7 +130,7 @@ SHORT = {
 def test_casts_refuse_amaxes_of_another_layout(change):
     """Refuses amaxes that the cast wrote past their end."""
     native, master = torch.classes.minifloat, torch.randn(16, 32)
-    q = mf.quantize(master, "e4m3/row")
+    q = mf.tensor.quantize(master, "e4m3/row")
     amax = SHORT[change](q.amax)
     before = amax.clone()
     casts = [native.ShardCast("e4m3/row", False, 16, 32, False)]
@@ -139,7 +143,7 @@ def test_casts_refuse_amaxes_of_another_layout(change):
 @pytest.mark.parametrize("change", SHORT)
 def test_a_weight_is_made_of_whole_parts(change):
     """Checks a weight's parts, also under torch.load: kernels do not check their memory again."""
-    q = mf.quantize(torch.randn(16, 32), "e4m3/row")
+    q = mf.tensor.quantize(torch.randn(16, 32), "e4m3/row")
     bad = Quantized(q.codes, q.scale, SHORT[change](q.amax), q.spec, q.shape)
     with refused("rowwise: expected amax of e4m3/row"):
         mf.QuantizedTensor(bad, None)
@@ -153,14 +157,14 @@ def test_a_weight_is_made_of_whole_parts(change):
 @pytest.mark.parametrize("spec", ["e4m3/tensor", "e4m3/row", "e4m3/1x128", "mxfp4", "nvfp4/16x16"])
 @pytest.mark.parametrize("name", ["codes", "scale", "amax"])
 def test_freed_memory_is_refused(spec, name):
-    q = mf.quantize(torch.randn(16, 32), spec)
+    q = mf.tensor.quantize(torch.randn(16, 32), spec)
     if getattr(q, name).numel() == 0:
         return
     getattr(q, name).untyped_storage().resize_(0)
     with refused("memory is freed"):
-        mf.dequantize(q)
+        mf.tensor.dequantize(q)
     with refused("memory is freed"):
-        mf.scaled_mm(q, mf.quantize(torch.randn(16, 32), spec))
+        mf.tensor.scaled_mm(q, mf.tensor.quantize(torch.randn(16, 32), spec))
     with refused("memory is freed"):
         mf.QuantizedTensor(q, None)
 
@@ -202,7 +206,7 @@ def test_what_is_written_is_no_view_of_signs():
 
 def test_tensors_of_two_devices_are_refused():
     """Refuses a meta tensor among others, which gave results of unwritten memory."""
-    q = mf.quantize(torch.randn(16, 32), "nvfp4")
+    q = mf.tensor.quantize(torch.randn(16, 32), "nvfp4")
     with refused("scale on cpu, got meta"):
         ops.dequantize(q.codes, q.scale.to("meta"), q.amax, q.spec, 32)
     with refused("rng on cpu, got meta"):
@@ -247,7 +251,7 @@ def test_a_lone_surrogate_is_a_value_error(parse):
     with refused("lone surrogate at position 3"):
         parse("abc\ud800")
     with refused("lone surrogate"):
-        mf.quantize(torch.ones(2, 32), "\ud800")
+        mf.tensor.quantize(torch.ones(2, 32), "\ud800")
     with refused("lone surrogate"):
         mf.linear(torch.ones(2, 32), torch.ones(2, 32), None, "\ud800")
 
@@ -256,7 +260,7 @@ def test_control_characters_do_not_cut_a_message():
     with refused(r"'a\\x00b\\x0ac' is not a recipe; expected bf16, "):
         mf.Recipe("a\0b\nc")
     with refused(r"got 'm\\x00'"):
-        mf.swizzle_scales(torch.zeros(1, 1).byte(), groups="m\0")
+        mf.tensor.swizzle_scales(torch.zeros(1, 1).byte(), groups="m\0")
 
 
 def test_a_question_mark_matches_one_character():
@@ -295,7 +299,7 @@ def test_layers_count_the_operations_of_nn_linear(recipe, shape):
     x = torch.randn(m, k, requires_grad=True)
     reference = nn.Sequential(nn.Linear(k, n))
     model = nn.Sequential(nn.Linear(k, n))
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe)
     assert flops(lambda: model(x.detach())) == flops(lambda: reference(x.detach()))
     assert flops(lambda: model(x)) == 2 * m * n * k
     both = flops(lambda: model(x).sum().backward())
@@ -304,9 +308,9 @@ def test_layers_count_the_operations_of_nn_linear(recipe, shape):
 
 def test_products_and_groups_are_counted():
     a, b = torch.randn(8, 40), torch.randn(16, 40)
-    assert flops(lambda: mf.scaled_mm(mf.quantize(a, "mxfp4"), b)) == 2 * 8 * 16 * 40
+    assert flops(lambda: mf.tensor.scaled_mm(mf.tensor.quantize(a, "mxfp4"), b)) == 2 * 8 * 16 * 40
     with torch.inference_mode():
-        assert flops(lambda: mf.linear_group(a, [b, b])) == 2 * 2 * 8 * 16 * 40
+        assert flops(lambda: mf.functional.linear_group(a, [b, b])) == 2 * 2 * 8 * 16 * 40
 
 
 def test_sizes_are_those_of_memory():

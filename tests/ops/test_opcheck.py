@@ -20,7 +20,7 @@ def history():
 
 
 def operand(spec, rows=40, cols=72):
-    return mf.quantize(torch.randn(rows, cols), spec, seed=1)
+    return mf.tensor.quantize(torch.randn(rows, cols), spec, seed=1)
 
 
 def product(a, b):
@@ -31,7 +31,7 @@ def product(a, b):
 def grouped_calls():
     """Yields calls with groups. A group_unit: groups along the contraction dimension."""
     offs = torch.tensor([8, 8, 40], dtype=torch.int32)
-    x, table = torch.randn(40, 72), mf.group_table(offs, 40)
+    x, table = torch.randn(40, 72), mf.tensor.group_table(offs, 40)
     yield ops.group_table, (offs, 40), {}
     yield ops.amax, (x, "nvfp4"), {"groups": table}
     for columnwise in (False, True):
@@ -43,21 +43,21 @@ def grouped_calls():
     yield ops.quantize, (x, "mxfp8+sr", "nvfp4+sr"), both
     for columnwise in (False, True):
         where = {"groups": table, **({"group_unit": 32} if columnwise else {})}
-        q = mf.quantize(x, "nvfp4+pow2", columnwise=columnwise, groups=table)
+        q = mf.tensor.quantize(x, "nvfp4+pow2", columnwise=columnwise, groups=table)
         length = q.shape[-1]
         yield ops.dequantize, (q.codes, q.scale, q.amax, q.spec, length), where
         yield ops.decode, (q.codes, q.scale, q.spec, length), where
         yield ops.fp4_as_fp8, (q.codes, q.scale, q.amax, q.spec, length), where
         yield ops.hadamard, (x, 32, columnwise), where
-    a = mf.quantize(x, "e4m3/row", groups=table)
-    b = mf.quantize(torch.randn(3, 24, 72), "e4m3/row")
+    a = mf.tensor.quantize(x, "e4m3/row", groups=table)
+    b = mf.tensor.quantize(torch.randn(3, 24, 72), "e4m3/row")
     sides = (a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, "e4m3/row*e4m3/row")
     yield ops.scaled_mm, sides, {"k": 72, "groups": table, "zero_tail": True}
     for spec in ("mxfp8", "nvfp4"):
         for where in ({"k": 72}, {"k": 40, "group_unit": 32}):
             columnwise = "group_unit" in where
-            a = mf.quantize(x, spec, columnwise=columnwise, groups=table)
-            b = a if columnwise else mf.quantize(torch.randn(3, 24, 72), spec)
+            a = mf.tensor.quantize(x, spec, columnwise=columnwise, groups=table)
+            b = a if columnwise else mf.tensor.quantize(torch.randn(3, 24, 72), spec)
             sides = (a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, f"{spec}*{spec}")
             yield ops.block_scaled_grouped_operands, sides, {**where, "groups": table}
     for recompute in ("", "weight"):
@@ -67,13 +67,15 @@ def grouped_calls():
 
 def expert_calls():
     """Yields calls of what lies between the products of experts."""
-    groups = mf.group_table(torch.tensor([8, 30], dtype=torch.int32), 40)
+    groups = mf.tensor.group_table(torch.tensor([8, 30], dtype=torch.int32), 40)
     pairs = torch.randperm(40).int()
     fused, half = torch.randn(40, 48), torch.randn(40, 24, dtype=torch.bfloat16)
     options = {"limit": 1.0, "interleaved": True, "pairs": pairs, "groups": groups}
     yield ops.swiglu, (fused, None, torch.rand(40)), options
     yield ops.swiglu, (half, half.clone(), torch.rand(20, 2)), {"pairs": pairs}
-    every = options | {"groups": mf.group_table(torch.tensor([8, 40], dtype=torch.int32), 40)}
+    every = options | {
+        "groups": mf.tensor.group_table(torch.tensor([8, 40], dtype=torch.int32), 40)
+    }
     yield ops.quantize_swiglu, (fused, None, torch.rand(40), "mxfp8", ""), every
     both = (half, half.clone(), torch.rand(20, 2), "mxfp4", "mxfp4+sr+rht")
     yield ops.quantize_swiglu, both, {"rng": RNG, "pairs": pairs, "decoded_col": True}
@@ -175,7 +177,7 @@ def sample_calls():
     yield from mlp_calls()
     yield from activation_calls()
     for spec in ("mxfp8/32x32", "nvfp4/16x16"):
-        q = mf.quantize(x, spec)
+        q = mf.tensor.quantize(x, spec)
         yield ops.block_scaled_operand, (q.codes, q.scale, q.amax, spec, 72), {}
     yield ops.hadamard, (x, 32, True), {}
     yield ops.operand_statistics, ([x], "nvfp4"), {"amax": [torch.tensor(9.0)]}

@@ -42,7 +42,7 @@ def built(recipe: str, **changes: Any) -> mf.MoE:
     if recipe != "bf16":
         # Each rank has a random state of its own; the first rank's is used.
         rank = dist.get_rank() if dist.is_initialized() else 0
-        mf.quantize_(moe, recipe, data_parallel_rank=rank, verbose=False)
+        mf.quantize_(moe, recipe, data_parallel_rank=rank)
     return moe.to(device_here()) if dist.is_initialized() else moe
 
 

@@ -115,7 +115,7 @@ def outcome_of(module: nn.Module) -> str:
     """Returns what the report says of a module."""
     model = nn.Sequential(module)
     try:
-        report = mf.quantize_(model, "mxfp8", keep="nothing", fuse=True, verbose=False)
+        report = mf.quantize_(model, "mxfp8", keep="nothing", fuse=True)
     except ValueError as error:
         if "nothing to convert" not in str(error):
             raise
@@ -130,8 +130,8 @@ def require_right(module: nn.Module, outcome: str) -> None:
     names = outcome.partition(" and ")[0].split(", ")
     fused = nn.Sequential(shrink(module, names))
     unfused = copy.deepcopy(fused)
-    assert mf.quantize_(fused, "mxfp8", keep="nothing", fuse=True, verbose=False).fused
-    mf.quantize_(unfused, "mxfp8", keep="nothing", verbose=False)
+    assert mf.quantize_(fused, "mxfp8", keep="nothing", fuse=True).fused
+    mf.quantize_(unfused, "mxfp8", keep="nothing")
     for magnitude in MAGNITUDES:
         for rows, mode in ((3, True), (80, False)):
             torch.manual_seed(1)

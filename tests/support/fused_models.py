@@ -122,7 +122,7 @@ def block(recipe="nvfp4", dtype=torch.bfloat16, bias=False, **options):
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-    mf.quantize_(model, recipe, **{"verbose": False, "fuse": True, **options})
+    mf.quantize_(model, recipe, **{"fuse": True, **options})
     return model
 
 

@@ -1,7 +1,8 @@
 """Valid calls for the op fuzzer: one of every op, of every native class, of every public function.
 
-A new op needs a function here, decorated with @call("name"), that returns a valid Call of it; names
-in mf.__all__ need one of "mf.name". test_fuzz_ops.py compares the names with what is registered.
+A new op needs a function here, decorated with @call("name"), that returns a valid Call of it; a
+public name needs one of "mf.name" (public_names.py). test_fuzz_ops.py compares the names with what
+is registered.
 """
 
 from __future__ import annotations
@@ -64,15 +65,15 @@ def some_spec(rng: Random) -> str:
     return flagged(spec, rng.choice(("", "", "+sr", "+rht", "+rht32", "+sr+rht")))
 
 
-def in_arena(arena: Arena, q: mf.Quantized) -> mf.Quantized:
+def in_arena(arena: Arena, q: mf.tensor.Quantized) -> mf.tensor.Quantized:
     codes, scale, amax = (arena.place(t) for t in (q.codes, q.scale, q.amax))
-    return mf.Quantized(codes, scale, amax, q.spec, q.shape, q.columnwise)
+    return mf.tensor.Quantized(codes, scale, amax, q.spec, q.shape, q.columnwise)
 
 
-def quantized(rng: Random, arena: Arena, spec: str, shape: Any = None) -> mf.Quantized:
+def quantized(rng: Random, arena: Arena, spec: str, shape: Any = None) -> mf.tensor.Quantized:
     x = matrix(rng, arena) if shape is None else values(rng, shape, torch.float32)
     amax = torch.ones(()) if "delayed" in spec else None
-    return in_arena(arena, mf.quantize(x, spec, amax=amax))
+    return in_arena(arena, mf.tensor.quantize(x, spec, amax=amax))
 
 
 def weight(rng: Random, arena: Arena, shape: Any = None) -> mf.QuantizedTensor:
@@ -141,12 +142,12 @@ def _quantize_delayed(rng: Random, arena: Arena) -> Call:
     return op_call("quantize_delayed", **args)
 
 
-@call("mf.quantize")
+@call("mf.tensor.quantize")
 def _public_quantize(rng: Random, arena: Arena) -> Call:
     args = {"x": matrix(rng, arena, True), "spec": rng.choice(BASES) + rng.choice(("", "+sr"))}
     origin = (128 * rng.randrange(5), 128 * rng.randrange(5))
     rest = {"columnwise": rng.random() < 0.5, "amax": None, "seed": 1, "stream": 2}
-    return Call(mf.quantize, {**args, **rest, "origin": origin})
+    return Call(mf.tensor.quantize, {**args, **rest, "origin": origin})
 
 
 def _codes(rng: Random, arena: Arena, specs: list[str]) -> dict[str, Any]:
@@ -179,11 +180,11 @@ def _block_scaled(rng: Random, arena: Arena) -> Call:
     return op_call("block_scaled_operand", **_codes(rng, arena, specs))
 
 
-@call("mf.dequantize")
-@call("mf.Quantized")
+@call("mf.tensor.dequantize")
+@call("mf.tensor.Quantized")
 def _public_dequantize(rng: Random, arena: Arena) -> Call:
     q = quantized(rng, arena, rng.choice(SPECS))
-    return Call(mf.dequantize, {"q": q, "dtype": rng.choice(FLOATS)})
+    return Call(mf.tensor.dequantize, {"q": q, "dtype": rng.choice(FLOATS)})
 
 
 # ---- transforms ----------------------------------------------------------------------------------
@@ -282,11 +283,11 @@ def _add_scaled_mm(rng: Random, arena: Arena) -> Call:
     return op_call("add_scaled_mm", **args)
 
 
-@call("mf.scaled_mm")
+@call("mf.tensor.scaled_mm")
 def _public_scaled_mm(rng: Random, arena: Arena) -> Call:
     a, b = product_sides(rng, arena)
     args = {"a": a, "b": b, "fast": False, "bias": None, "out_dtype": rng.choice(FLOATS)}
-    return Call(mf.scaled_mm, args)
+    return Call(mf.tensor.scaled_mm, args)
 
 
 def with_backward(layer: Any) -> Any:
@@ -303,9 +304,9 @@ def with_backward(layer: Any) -> Any:
     return run
 
 
-def _public(name: str) -> Callable[[Random, Arena], Call]:
-    """Returns the op's call with the arguments of the public function of its name."""
-    function = getattr(mf, name)
+def _public(function: Callable[..., Any]) -> Callable[[Random, Arena], Call]:
+    """Returns the call of the op that has a public function's name, with its arguments."""
+    name = function.__name__
     taken = inspect.signature(function).parameters
 
     def make(rng: Random, arena: Arena) -> Call:
@@ -317,10 +318,10 @@ def _public(name: str) -> Callable[[Random, Arena], Call]:
     return make
 
 
-for _name in ("amax", "hadamard", "linear", "linear_group"):
-    CALLS[f"mf.{_name}"] = _public(_name)
-for _name in ("swizzle_scales", "unswizzle_scales", "transpose_codes"):
-    CALLS[f"mf.{_name}"] = _public(_name)
+CALLS["mf.linear"] = _public(mf.linear)
+CALLS["mf.functional.linear_group"] = _public(mf.functional.linear_group)
+for _name in ("amax", "hadamard", "swizzle_scales", "unswizzle_scales", "transpose_codes"):
+    CALLS[f"mf.tensor.{_name}"] = _public(getattr(mf.tensor, _name))
 
 
 @call("Fingerprint.matches")

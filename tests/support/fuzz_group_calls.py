@@ -40,17 +40,17 @@ def _unit(rng: Random, *least: int) -> int:
 
 
 @call("group_table")
-@call("mf.group_table")
+@call("mf.tensor.group_table")
 def _group_table(rng: Random, arena: Arena) -> Call:
     rows = rng.choice((0, 1, 40, 1 << 20))
     return op_call("group_table", offs=_ends(rng, arena, rows), rows=rows, op="grouped_mlp")
 
 
 @call("check_groups")
-@call("mf.check_groups")
+@call("mf.tensor.check_groups")
 def _check_groups(rng: Random, arena: Arena) -> Call:
     def run(enabled: Any) -> None:
-        function = rng.choice((ops.check_groups, mf.check_groups))
+        function = rng.choice((ops.check_groups, mf.tensor.check_groups))
         function(function(enabled))
 
     return Call(run, {"enabled": rng.random() < 0.5})
@@ -86,26 +86,28 @@ def _quantize(rng: Random, arena: Arena) -> Call:
     return op_call("quantize", **args, row=row, col=col)
 
 
-@call("mf.quantize of groups")
+@call("mf.tensor.quantize of groups")
 def _public_quantize(rng: Random, arena: Arena) -> Call:
     args = {**_values(rng, arena), "spec": flagged(rng.choice(SPECS_1D), rng.choice(FLAGS))}
     if "delayed" in args["spec"]:
         args["amax"] = arena.place(torch.ones(args["groups"].shape[1] - 1))
     units = {"columnwise": rng.random() < 0.5, "group_unit": rng.choice((0, 16, 32, 64, 128))}
-    return Call(mf.quantize, {**args, **units, "first_expert": rng.randrange(4), "row_ids": None})
+    return Call(
+        mf.tensor.quantize, {**args, **units, "first_expert": rng.randrange(4), "row_ids": None}
+    )
 
 
-def _quantized(rng: Random, arena: Arena, specs: Any) -> mf.Quantized:
+def _quantized(rng: Random, arena: Arena, specs: Any) -> mf.tensor.Quantized:
     args = _values(rng, arena)
     x, table = args["x"].nan_to_num(0.5), args["groups"]
     spec, columnwise = rng.choice(specs), rng.random() < 0.5
     amax = torch.ones(table.shape[1] - 1) if "delayed" in spec else None
-    q = mf.quantize(x, spec, columnwise=columnwise, groups=table, amax=amax)
+    q = mf.tensor.quantize(x, spec, columnwise=columnwise, groups=table, amax=amax)
     placed = {name: arena.place(getattr(q, name)) for name in ("codes", "scale", "amax")}
     return dataclasses.replace(q, **placed)
 
 
-def _codes(q: mf.Quantized) -> dict[str, Any]:
+def _codes(q: mf.tensor.Quantized) -> dict[str, Any]:
     groups = {"groups": q.groups, "group_unit": q.group_unit}
     return {"codes": q.codes, "scale": q.scale, "spec": q.spec, "cols": q.shape[-1], **groups}
 
@@ -127,10 +129,10 @@ def _fp4_as_fp8(rng: Random, arena: Arena) -> Call:
     return op_call("fp4_as_fp8", **_codes(q), amax=q.amax)
 
 
-@call("mf.dequantize of groups")
+@call("mf.tensor.dequantize of groups")
 def _public_dequantize(rng: Random, arena: Arena) -> Call:
     q = _quantized(rng, arena, SPECS_1D)
-    return Call(mf.dequantize, {"q": q, "dtype": rng.choice(FLOATS)})
+    return Call(mf.tensor.dequantize, {"q": q, "dtype": rng.choice(FLOATS)})
 
 
 @call("hadamard of groups")
@@ -156,7 +158,7 @@ def _sides(rng: Random, arena: Arena, specs: tuple[str, ...]) -> dict[str, Any]:
         parts = [x if along_rows else x.t().contiguous(), torch.empty(0), torch.empty(0)]
         if spec != "bf16":
             groups = {} if len(shape) == 3 else {"groups": table}
-            q = mf.quantize(x, spec, columnwise=not along_rows, **groups)
+            q = mf.tensor.quantize(x, spec, columnwise=not along_rows, **groups)
             parts, unit = [q.codes, q.scale, q.amax], max(unit, q.group_unit)
         names = (name, f"{name}_scale", f"{name}_amax")
         args |= {key: arena.place(t) for key, t in zip(names, parts)}
@@ -179,7 +181,7 @@ def _block_scaled_grouped(rng: Random, arena: Arena) -> Call:
 
 
 @call("scaled_grouped_mm")
-@call("mf.scaled_grouped_mm")
+@call("mf.functional.scaled_grouped_mm")
 def _scaled_grouped_mm(rng: Random, arena: Arena) -> Call:
     rows, k, n, count = (rng.choice(sizes) for sizes in ((1, 17, 48), (16, 64), (16, 24), (1, 3)))
     offs = sorted(rng.randrange(-2, rows + 3) for _ in range(count))
@@ -195,7 +197,7 @@ def _scaled_grouped_mm(rng: Random, arena: Arena) -> Call:
     args |= {"first_expert": rng.randrange(3), "tail": rng.choice(("zero", "undefined"))}
     args["out_dtype"] = rng.choice(FLOATS)
     one = op_call("scaled_grouped_mm", **args)
-    run = rng.choice((one.run, mf.scaled_grouped_mm))
+    run = rng.choice((one.run, mf.functional.scaled_grouped_mm))
     if run is one.run:
         args["recompute"] = rng.choice(("", "weight"))
     return Call(with_backward(run), args, one.writes)
@@ -261,10 +263,10 @@ def _experts(rng: Random, arena: Arena) -> Call:
     return Call(run, {**args, "x": torch.randn(4, 32)}, is_of_models=True)
 
 
-@call("mf.destroy_process_group")
+@call("mf.distributed.destroy_process_group")
 @call("mf.expert_parallel")
-@call("mf.average_expert_gradients")
-@call("mf.balance_loss")
+@call("mf.moe.average_expert_gradients")
+@call("mf.moe.balance_loss")
 def _expert_parallel(rng: Random, arena: Arena) -> Call:
     """Cuts a layer over a world of one rank."""
 
@@ -276,11 +278,11 @@ def _expert_parallel(rng: Random, arena: Arena) -> Call:
             options = {"dispatch": dispatch, "capacity": capacity, "dispatcher": dispatcher}
             mf.expert_parallel(layer, dist.group.WORLD, **options)
             y = layer(x)
-            (y.float().sum() + mf.balance_loss(layer)).backward()
-            mf.average_expert_gradients(layer)
+            (y.float().sum() + mf.moe.balance_loss(layer)).backward()
+            mf.moe.average_expert_gradients(layer)
             mf.step(layer)
         finally:
-            mf.destroy_process_group()
+            mf.distributed.destroy_process_group()
 
     args = {
         "dispatch": rng.choice(("bf16", "codes")),

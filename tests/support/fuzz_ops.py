@@ -101,7 +101,7 @@ def leaves(value: Any) -> list[Tensor]:
         if isinstance(leaf, mf.QuantizedTensor):
             found += leaves([leaf.rowwise, leaf.columnwise])
             found += leaves(list(leaf.__dict__.get("columnwise_wire", ())))
-        elif isinstance(leaf, mf.Quantized):
+        elif isinstance(leaf, mf.tensor.Quantized):
             found += leaves([leaf.codes, leaf.scale, leaf.amax, leaf.groups])
         elif isinstance(leaf, Tensor):
             found.append(leaf)
@@ -175,7 +175,7 @@ def describe(value: Any) -> str:
             f"{text}, strides {value.stride()}, offset {value.storage_offset()}, storage {stored}"
             f"{', requires_grad' if value.requires_grad else ''}{numbers})"
         )
-    if isinstance(value, mf.Quantized):
+    if isinstance(value, mf.tensor.Quantized):
         names = [field.name for field in dataclasses.fields(value)]
         return f"Quantized({', '.join(f'{n}={describe(getattr(value, n))}' for n in names)})"
     if isinstance(value, dict):

@@ -171,7 +171,7 @@ def _sum_messages(rng: Random, arena: Arena) -> Call:
     return op_call("sum_messages", messages=messages, spec=spec, out=out)
 
 
-@call("mf.quantize_gradients_")
+@call("mf.distributed.quantize_gradients_")
 def _quantize_gradients(rng: Random, arena: Arena) -> Call:
     """Shards a model over a world of one rank, which reduces nothing."""
 
@@ -181,11 +181,11 @@ def _quantize_gradients(rng: Random, arena: Arena) -> Call:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         try:
             model = fully_shard(torch.nn.Linear(32, 16))
-            mf.quantize_gradients_(model, spec, seed=seed)
+            mf.distributed.quantize_gradients_(model, spec, seed=seed)
             model(x).sum().backward()
             mf.load_training_state(model, mf.training_state(model))
         finally:
-            mf.destroy_process_group()
+            mf.distributed.destroy_process_group()
 
     args = {"spec": rng.choice(SENT) + rng.choice(("", "+sr")), "seed": 0, "x": torch.randn(4, 32)}
     return Call(run, args, is_of_models=True)

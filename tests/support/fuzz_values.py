@@ -358,7 +358,7 @@ def mutate(rng: Random, arena: Arena, value: Any) -> Any:
         i = rng.randrange(len(value))
         changed = [mutate(rng, arena, v) if k == i else v for k, v in enumerate(value)]
         return type(value)(changed)
-    if isinstance(value, mf.Quantized) and rng.random() < 0.9:
+    if isinstance(value, mf.tensor.Quantized) and rng.random() < 0.9:
         name = rng.choice([field.name for field in dataclasses.fields(value)])
         return dataclasses.replace(value, **{name: mutate(rng, arena, getattr(value, name))})
     if isinstance(value, mf.QuantizedTensor) and rng.random() < 0.9:

@@ -29,7 +29,7 @@ def _entries(rng: Random, arena: Arena) -> dict[str, list[Any]]:
         columnwise = rng.random() < 0.5
         master = values(rng, (rows, cols), torch.float32)
         amax = torch.ones(()) if "delayed" in spec else None
-        part = mf.quantize(master, spec, columnwise=columnwise, amax=amax)
+        part = mf.tensor.quantize(master, spec, columnwise=columnwise, amax=amax)
         begin = rng.randrange(rows * cols)
         end = rng.randrange(begin, rows * cols + 1)
         if "4over6" in spec:  # chooses alone for a whole weight; test_split_blocks has shards
@@ -148,8 +148,7 @@ def _merge_fragments(rng: Random, arena: Arena) -> Call:
     return op_call("merge_fragments", **args)
 
 
-@call("mf.quantize_master_weights")
-@call("mf.cast_master_weights_to_nvfp4")
+@call("mf.distributed.quantize_master_weights")
 def _public_masters(rng: Random, arena: Arena) -> Call:
     weights = [weight(rng, arena) for _ in range(rng.choice((1, 2)))]
     masters = [arena.place(torch.randn(w.numel())) for w in weights]
@@ -158,35 +157,38 @@ def _public_masters(rng: Random, arena: Arena) -> Call:
         starts[0] = rng.randrange(weights[0].numel())
         masters[0] = arena.place(torch.randn(weights[0].numel() - starts[0]))
     args = {"model_weights": weights, "master_weights": masters, "start_offsets": starts}
-    nvfp4 = all(s is None or s.startswith("nvfp4") for w in weights for s in w.specs)
-    run = mf.cast_master_weights_to_nvfp4 if nvfp4 else mf.quantize_master_weights
+    run = mf.distributed.quantize_master_weights
     return Call(run, {**args, "group": ""}, {"model_weights"})
 
 
-@call("mf.post_all_gather_processing")
+@call("mf.distributed.post_all_gather_processing")
 def _post_processing(rng: Random, arena: Arena) -> Call:
     weights = [weight(rng, arena) for _ in range(2)]
-    return Call(mf.post_all_gather_processing, {"model_weights": weights}, {"model_weights"})
+    return Call(
+        mf.distributed.post_all_gather_processing, {"model_weights": weights}, {"model_weights"}
+    )
 
 
-@call("mf.wires")
-@call("mf.attach_wires")
+@call("mf.distributed.wires")
+@call("mf.distributed.attach_wires")
 def _attach_wires(rng: Random, arena: Arena) -> Call:
     one = weight(rng, arena)
-    memory = [arena.place(torch.zeros_like(wire)) for wire in mf.wires(one)]
-    return Call(mf.attach_wires, {"weight": one, "memory": memory}, {"weight", "memory"})
+    memory = [arena.place(torch.zeros_like(wire)) for wire in mf.distributed.wires(one)]
+    return Call(
+        mf.distributed.attach_wires, {"weight": one, "memory": memory}, {"weight", "memory"}
+    )
 
 
-@call("mf.WireLayout")
+@call("mf.distributed.WireLayout")
 def _wire_layout(rng: Random, arena: Arena) -> Call:
     weights = [weight(rng, arena) for _ in range(2)]
     ranks = rng.choice((1, 2, 3))
-    made = mf.WireLayout.of(weights, ranks)
+    made = mf.distributed.WireLayout.of(weights, ranks)
     gathered = arena.place(torch.zeros(ranks * made.piece_bytes, dtype=torch.uint8))
     cuts = rng.choice((None, [list(cut) for cut in made.cuts]))
 
     def run(weights: Any, ranks: Any, cuts: Any, gathered: Any, rank: Any) -> None:
-        layout = mf.WireLayout.of(weights, ranks, cuts)
+        layout = mf.distributed.WireLayout.of(weights, ranks, cuts)
         layout.fragments(layout.new_piece(torch.empty(0)), rank)
         layout.merge_fragments(gathered, weights)
 
@@ -205,7 +207,7 @@ def _quantized_tensor(rng: Random, arena: Arena) -> Call:
         w.clone().copy_(w)
         w[: w.shape[0]].t()
         mf.linear(torch.randn(2, w.shape[1]), w, None, "bf16")
-        mf.quantize_master_weights([w], [torch.ones(w.numel())], [0], "")
+        mf.distributed.quantize_master_weights([w], [torch.ones(w.numel())], [0], "")
 
     args = {"rowwise": q, "columnwise": None, "dtype": torch.float32, "requires_grad": False}
     return Call(run, args, {"rowwise", "columnwise"})
@@ -268,7 +270,7 @@ def _recipe_map(rng: Random, arena: Arena) -> Call:
     return Call(run, {"text": rng.choice(MAPS), "module_name": "blocks.0.q"})
 
 
-@call("mf.Product")
+@call("mf.recipe.Product")
 @call("mf.presets")
 @call("preset_names")
 @call("has_cuda")
@@ -292,7 +294,7 @@ def _engine_of(rng: Random, arena: Arena) -> Call:
 
 
 @call("mf.engines")
-@call("mf.Engine")
+@call("mf.engine_choice.Engine")
 @call("engine_info")
 def _engines(rng: Random, arena: Arena) -> Call:
     recipe, experts = rng.choice(RECIPES), rng.random() < 0.5
@@ -330,15 +332,15 @@ def _net() -> nn.Module:
 @call("mf.training_state")
 @call("mf.load_training_state")
 @call("mf.Report")
-@call("mf.precompute_scales")
-@call("mf.precompute_float8_dynamic_scale_for_fsdp")
+@call("mf.distributed.precompute_scales")
 def _convert(rng: Random, arena: Arena) -> Call:
     def run(x: Any, recipe: Any, seed: Any, length: Any, state: Any) -> None:
         model = _net()
-        mf.quantize_(model, recipe, seed=seed, amax_history_length=length, verbose=False)
+        rule = mf.nn.DelayedScaling(length)
+        mf.quantize_(model, recipe, seed=seed, delayed_scaling=rule)
         model(x).sum().backward()
         mf.step(model)
-        mf.precompute_scales(model)
+        mf.distributed.precompute_scales(model)
         mf.load_training_state(model, mf.training_state(model) if state is None else state)
         mf.restore_(model)
 
@@ -347,13 +349,13 @@ def _convert(rng: Random, arena: Arena) -> Call:
 
 
 @call("mf.Linear")
-@call("mf.quantized_model_init")
-@call("mf.auto_filter_small_kn")
+@call("mf.nn.quantized_model_init")
+@call("mf.nn.auto_filter_small_kn")
 def _module(rng: Random, arena: Arena) -> Call:
     def run(in_features: Any, recipe: Any, name: Any, seed: Any, x: Any) -> None:
         layer = mf.Linear(in_features, 16, recipe=recipe, name=name, seed=seed)
-        mf.auto_filter_small_kn(recipe)(layer, name)
-        with mf.quantized_model_init(recipe):
+        mf.nn.auto_filter_small_kn(recipe)(layer, name)
+        with mf.nn.quantized_model_init(recipe):
             _net()
         layer(x)
 
@@ -365,7 +367,7 @@ def _module(rng: Random, arena: Arena) -> Call:
 def _mlp(rng: Random, arena: Arena) -> Call:
     def run(hidden: Any, gated: Any, activation: Any, recipe: Any, x: Any) -> None:
         layer = mf.MLP(32, hidden, gated=gated, activation=activation)
-        mf.quantize_(layer, recipe, verbose=False)
+        mf.quantize_(layer, recipe)
         layer(x).float().sum().backward()
         mf.step(layer)
 
@@ -375,7 +377,7 @@ def _mlp(rng: Random, arena: Arena) -> Call:
 
 
 @call("mf.inspect")
-@call("mf.Inspection")
+@call("mf.inspector.Inspection")
 def _inspect(rng: Random, arena: Arena) -> Call:
     def run(x: Any, recipes: Any, share: Any, low: Any, high: Any) -> None:
         found = mf.inspect(_net(), x, recipes, loss=lambda model, batch: model(batch).mean())

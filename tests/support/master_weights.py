@@ -62,5 +62,5 @@ def require_refused(shape: tuple[int, ...], change: dict[str, Any], message: str
     }
     arguments |= {name: v(weight) if callable(v) else v for name, v in change.items()}
     with pytest.raises((ValueError, TypeError), match=message):
-        mf.quantize_master_weights(**arguments)
+        mf.distributed.quantize_master_weights(**arguments)
     assert torch.equal(weight.rowwise.codes, before)

@@ -53,7 +53,7 @@ def built(recipe, data_parallel_rank=0, device="cpu", memory="speed"):
             parameter.copy_(integers(i, *parameter.shape))
     model.to(device)
     rank = data_parallel_rank
-    mf.quantize_(model, recipe, data_parallel_rank=rank, memory=memory, verbose=False)
+    mf.quantize_(model, recipe, data_parallel_rank=rank, memory=memory)
     return model
 
 

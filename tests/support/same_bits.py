@@ -95,7 +95,9 @@ def require_same_results(got: Named, want: Named, what: Any = "results") -> None
 # ---- Quantized values ----------------------------------------------------------------------------
 
 
-def require_same_parts(got: mf.Quantized, want: mf.Quantized, what: Any = "operand") -> None:
+def require_same_parts(
+    got: mf.tensor.Quantized, want: mf.tensor.Quantized, what: Any = "operand"
+) -> None:
     """Compares every bit of codes, scales and amaxes."""
     assert got.spec == want.spec, f"{what}: {got.spec} for {want.spec}"
     for name in ("codes", "scale", "amax"):

@@ -44,7 +44,7 @@ class Model(nn.Module):
 def built(recipe, seed=0, **options):
     torch.manual_seed(seed)
     model = Model(**options)
-    mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0, verbose=False)
+    mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0)
     return model
 
 

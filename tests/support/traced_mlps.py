@@ -31,8 +31,8 @@ def twins(module):
     """Returns a model with one op where its graph allows it, one without, and the report."""
     fused = nn.Sequential(module)
     unfused = copy.deepcopy(fused)
-    report = mf.quantize_(fused, "mxfp8", keep="nothing", fuse=True, verbose=False)
-    mf.quantize_(unfused, "mxfp8", keep="nothing", verbose=False)
+    report = mf.quantize_(fused, "mxfp8", keep="nothing", fuse=True)
+    mf.quantize_(unfused, "mxfp8", keep="nothing")
     return fused, unfused, report
 
 

@@ -244,6 +244,6 @@ class Loop:
         mf.restore_(self.model)
         recipe = RECIPES[self.batches % len(RECIPES)]
         seed = self.batches
-        mf.quantize_(self.model, recipe, keep="nothing", seed=seed, verbose=False)
+        mf.quantize_(self.model, recipe, keep="nothing", seed=seed)
         self.adopt(self.model)
         self.save()

@@ -152,7 +152,7 @@ def _rank_main(group, report, fn, args):
         fn(group.rank, *args)
         if dist.is_initialized():
             dist.barrier()
-            mf.destroy_process_group()
+            mf.distributed.destroy_process_group()
     except BaseException:
         report.send(traceback.format_exc())
         raise

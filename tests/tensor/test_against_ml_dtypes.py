@@ -73,7 +73,7 @@ def report(x: Tensor, got: np.ndarray, want: np.ndarray) -> str:
 
 def check_fp8(x: Tensor, name: str) -> None:
     dtype, largest = FP8[name]
-    q = mf.quantize(x.view(1, -1), f"{name}/tensor", amax=torch.tensor(largest))
+    q = mf.tensor.quantize(x.view(1, -1), f"{name}/tensor", amax=torch.tensor(largest))
     assert q.scale.item() == 1.0
     got = q.codes.view(torch.uint8).flatten().numpy()
     want = expected_codes(x, dtype, largest)
@@ -82,7 +82,7 @@ def check_fp8(x: Tensor, name: str) -> None:
     want = np.where(nan, NAN_CODE, want)
     assert not report(x, got, want)
 
-    values = mf.dequantize(q).flatten().numpy()
+    values = mf.tensor.dequantize(q).flatten().numpy()
     assert np.array_equal(values[~nan], want.view(dtype).astype(np.float32)[~nan])
     assert np.all(np.isnan(values[nan]))
 
@@ -108,14 +108,14 @@ def check_e2m1(x: Tensor) -> None:
     x = torch.cat([x, x.new_zeros(-len(x) % 31)])
     rows = torch.cat([x.new_full((len(x) // 31, 1), E2M1_MAX), x.view(-1, 31)], dim=1)
 
-    q = mf.quantize(rows, "mxfp4")
+    q = mf.tensor.quantize(rows, "mxfp4")
     assert torch.all(q.scale.view(torch.uint8) == 127)  # E8M0 of 1
     packed = q.codes.numpy()
     got = np.stack([packed & 0xF, packed >> 4], axis=-1).ravel()
     want = expected_codes(rows.flatten(), ml_dtypes.float4_e2m1fn, E2M1_MAX)
     assert not report(rows, got, want)
 
-    values = mf.dequantize(q).flatten().numpy()
+    values = mf.tensor.dequantize(q).flatten().numpy()
     assert np.array_equal(values, want.view(ml_dtypes.float4_e2m1fn).astype(np.float32))
 
 

@@ -55,8 +55,8 @@ def operand(rows, k, spec, columnwise, seed):
         * 2.0 ** torch.randint(-4, 5, (rows, -(-k // 16))).repeat_interleave(16, 1)[:, :k]
     )
     if columnwise:
-        return mf.quantize(x.t().contiguous(), spec, columnwise=True, seed=seed)
-    return mf.quantize(x, spec, seed=seed)
+        return mf.tensor.quantize(x.t().contiguous(), spec, columnwise=True, seed=seed)
+    return mf.tensor.quantize(x, spec, seed=seed)
 
 
 def engine_operand(q, k):
@@ -104,7 +104,7 @@ def test_the_product_read_by_the_layout_is_the_exact_one(a_spec, b_spec, m, n, k
     factor = np.prod([float(p[1][1]) for p in parts if len(p[1]) > 1])
     want = torch.from_numpy(left @ right.T * factor)
     magnitude = torch.from_numpy(np.abs(left) @ np.abs(right).T * factor)
-    got = mf.scaled_mm(a, b, out_dtype=torch.float32)
+    got = mf.tensor.scaled_mm(a, b, out_dtype=torch.float32)
     # The values are the same numbers, exact in bf16; the exact product sums `length` of them in
     # fp32, then multiplies by the fp32 product of the factors: at most length + 2 roundings, each
     # of 2^-23 of the magnitudes or less.
@@ -234,17 +234,17 @@ def test_nan_scales_reach_the_result():
     x = torch.randn(40, 64)
     x[3, 40] = float("nan")
     for spec, nan in (("mxfp8", 0xFF), ("nvfp4", 0x7F)):
-        q = mf.quantize(x, spec)
+        q = mf.tensor.quantize(x, spec)
         block = 32 if spec == "mxfp8" else 16
         inside = unswizzle(engine_operand(q, 64)[1][0], 40, 64 // block)
         assert inside[3, 40 // block] == nan
 
 
 def test_bad_operands_are_refused():
-    q = mf.quantize(torch.randn(32, 64), "e4m3/tensor")
+    q = mf.tensor.quantize(torch.randn(32, 64), "e4m3/tensor")
     with pytest.raises(ValueError, match="expected an MX or NVFP4 spec, got e4m3/tensor"):
         engine_operand(q, 64)
-    q = mf.quantize(torch.randn(32, 64), "nvfp4")
+    q = mf.tensor.quantize(torch.randn(32, 64), "nvfp4")
     with pytest.raises(ValueError, match="expected uint8 codes"):
         ops.block_scaled_operand(q.codes, q.scale, q.amax, "nvfp4", 96)
     with pytest.raises(ValueError, match="expected one-byte scales"):
@@ -253,7 +253,7 @@ def test_bad_operands_are_refused():
 
 @pytest.mark.parametrize("spec", ["mxfp8", "mxfp4", "nvfp4/16x16"])
 def test_without_values(spec):
-    q = mf.quantize(torch.randn(33, 64), spec)
+    q = mf.tensor.quantize(torch.randn(33, 64), spec)
     codes, scales, *of_scales = engine_operand(q, 64)
     args = [as_meta(t) for t in (q.codes, q.scale.view(torch.uint8), q.amax)]
     meta_codes, meta_scales, *of_meta_scales = ops.block_scaled_operand(*args, q.spec, 64)

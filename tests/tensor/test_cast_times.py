@@ -18,7 +18,7 @@ def test_four_over_six_takes_at_most_six_times_its_base(base, columnwise):
     for _ in range(ROUNDS):
         for spec, seconds in times.items():
             start = time.process_time()  # other processes do not count in it
-            mf.quantize(x, spec, columnwise=columnwise)
+            mf.tensor.quantize(x, spec, columnwise=columnwise)
             seconds.append(time.process_time() - start)
     plain, chosen = (min(seconds) for seconds in times.values())  # the least disturbed rounds
     assert chosen <= MOST * plain, f"{1e3 * chosen:.2f} ms beside {1e3 * plain:.2f} ms"

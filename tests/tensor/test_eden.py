@@ -39,7 +39,7 @@ def back(y: torch.Tensor, of: np.ndarray) -> torch.Tensor:
 
 
 def eden(x: torch.Tensor, seed: int, stream: int) -> torch.Tensor:
-    values = mf.dequantize(mf.quantize(x, EDEN, seed=seed, stream=stream))
+    values = mf.tensor.dequantize(mf.tensor.quantize(x, EDEN, seed=seed, stream=stream))
     return back(values, signs(seed, stream))
 
 
@@ -47,7 +47,7 @@ def nearest(x: torch.Tensor, seed: int, stream: int) -> torch.Tensor:
     """The same transform, and no correction."""
     of = signs(seed, stream)
     y = torch.from_numpy(oracle.hadamard(x.numpy(), 128, of[:128]))
-    return back(mf.dequantize(mf.quantize(y, "nvfp4")), of)
+    return back(mf.tensor.dequantize(mf.tensor.quantize(y, "nvfp4")), of)
 
 
 def z_scores(draws: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
@@ -87,14 +87,14 @@ def test_the_mean_over_seeds_of_a_product(kind):
     want = a.double() @ b.double().t()
     draws = []
     for seed in range(SEEDS):
-        sides = [mf.quantize(x, EDEN, seed=seed, stream=s) for x, s in ((a, 8), (b, 9))]
-        draws.append(mf.scaled_mm(*sides, out_dtype=torch.float32))
+        sides = [mf.tensor.quantize(x, EDEN, seed=seed, stream=s) for x, s in ((a, 8), (b, 9))]
+        draws.append(mf.tensor.scaled_mm(*sides, out_dtype=torch.float32))
     assert is_unbiased(z_scores(torch.stack(draws), want))
 
 
 def test_streams_of_a_pair_share_signs_and_no_scale_bits():
     x = operand("normal", 4)
-    first, second, other = (mf.quantize(x, EDEN, seed=5, stream=s) for s in (10, 11, 12))
+    first, second, other = (mf.tensor.quantize(x, EDEN, seed=5, stream=s) for s in (10, 11, 12))
     assert torch.equal(first.codes, second.codes)
     assert not torch.equal(first.scale.view(torch.uint8), second.scale.view(torch.uint8))
     assert not torch.equal(first.codes, other.codes)
@@ -106,7 +106,7 @@ def test_the_error_is_less_than_that_of_stochastic_rounding():
     error = {}
     for name, cast in (
         ("eden", lambda seed: eden(x, seed, 0)),
-        ("sr", lambda seed: mf.dequantize(mf.quantize(x, "nvfp4+sr", seed=seed))),
+        ("sr", lambda seed: mf.tensor.dequantize(mf.tensor.quantize(x, "nvfp4+sr", seed=seed))),
     ):
         draws = torch.stack([cast(seed) for seed in range(64)])
         error[name] = ((draws - x).square().sum() / (64 * x.square().sum())).item()
@@ -117,19 +117,19 @@ def test_the_error_is_less_than_that_of_stochastic_rounding():
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_a_shard_gets_the_bytes_of_the_whole(columnwise):
     x = torch.randn(256, 384, generator=torch.Generator().manual_seed(6))
-    amax = mf.amax(x, EDEN, columnwise=columnwise, seed=9, stream=2)
+    amax = mf.tensor.amax(x, EDEN, columnwise=columnwise, seed=9, stream=2)
     arguments = {"columnwise": columnwise, "amax": amax, "seed": 9, "stream": 2}
-    whole = mf.quantize(x, EDEN, **arguments)
+    whole = mf.tensor.quantize(x, EDEN, **arguments)
     rows, cols = slice(128, 256), slice(256, 384)
     origin = (128, 256)
-    shard = mf.quantize(x[rows, cols], EDEN, origin=origin, **arguments)
+    shard = mf.tensor.quantize(x[rows, cols], EDEN, origin=origin, **arguments)
     at = (cols, rows) if columnwise else (rows, cols)
     codes = whole.codes[at[0], at[1].start // 2 : at[1].stop // 2]
     scales = whole.scale.view(torch.uint8)[at[0], at[1].start // 16 : at[1].stop // 16]
     assert torch.equal(shard.codes, codes)
     assert torch.equal(shard.scale.view(torch.uint8), scales)
     with pytest.raises(ValueError, match="a multiple of 128"):
-        mf.quantize(x, EDEN, origin=(64, 64), **arguments)
+        mf.tensor.quantize(x, EDEN, origin=(64, 64), **arguments)
 
 
 def test_errors():

@@ -64,7 +64,9 @@ def test_parts_must_fit():
     q = mf.QuantizedTensor.from_tensor(drawn(), "mxfp8")
     with pytest.raises(ValueError, match="expected scale of mxfp8, 3 x 160 x 256"):
         mf.QuantizedTensor(
-            mf.Quantized(q.rowwise.codes, q.rowwise.scale[:2], q.rowwise.amax, "mxfp8", (E, N, K)),
+            mf.tensor.Quantized(
+                q.rowwise.codes, q.rowwise.scale[:2], q.rowwise.amax, "mxfp8", (E, N, K)
+            ),
             None,
         )
     with pytest.raises(ValueError, match="got 4 dimensions"):

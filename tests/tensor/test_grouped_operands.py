@@ -23,13 +23,13 @@ from tests.tensor.test_groups import (
 )
 from tests.tensor.test_quantize import same_floats, swizzled, values
 
-TABLE = mf.group_table(int32(ENDS), ROWS)
+TABLE = mf.tensor.group_table(int32(ENDS), ROWS)
 WITH_AMAX = [spec for spec in SPECS_1D if oracle.parse(spec).rule in ("tensor", "row", "nvfp4")]
 
 
 def cast(x, spec, columnwise, **options):
     given = torch.linspace(1, 4, len(ENDS)) if "delayed" in spec else None
-    return mf.quantize(x, spec, columnwise=columnwise, groups=TABLE, amax=given, **options)
+    return mf.tensor.quantize(x, spec, columnwise=columnwise, groups=TABLE, amax=given, **options)
 
 
 def last_column(unit):
@@ -50,15 +50,15 @@ def test_permuted_rows_with_their_ids_give_permuted_bytes(spec):
     for begin, end in itertools.pairwise([0, *ENDS]):  # within each group: it has one amax
         order[begin:end] = begin + torch.randperm(end - begin)
     ids = torch.arange(ROWS, dtype=torch.int32) * 3 + 7
-    plain = mf.quantize(x, spec, groups=TABLE, row_ids=ids, seed=1)
-    moved = mf.quantize(x[order], spec, groups=TABLE, row_ids=ids[order], seed=1)
+    plain = mf.tensor.quantize(x, spec, groups=TABLE, row_ids=ids, seed=1)
+    moved = mf.tensor.quantize(x[order], spec, groups=TABLE, row_ids=ids[order], seed=1)
     last = ENDS[-1]
     assert torch.equal(moved.codes[:last], plain.codes[order[:last]])
-    unmoved = mf.quantize(x[order], spec, groups=TABLE, row_ids=ids, seed=1)
+    unmoved = mf.tensor.quantize(x[order], spec, groups=TABLE, row_ids=ids, seed=1)
     assert not torch.equal(unmoved.codes[:last], plain.codes[order[:last]])
-    by_index = mf.quantize(x, spec, groups=TABLE, seed=1)
+    by_index = mf.tensor.quantize(x, spec, groups=TABLE, seed=1)
     same_ids = torch.arange(ROWS, dtype=torch.int32)
-    named = mf.quantize(x, spec, groups=TABLE, row_ids=same_ids, seed=1)
+    named = mf.tensor.quantize(x, spec, groups=TABLE, row_ids=same_ids, seed=1)
     assert torch.equal(named.codes[:last], by_index.codes[:last])
 
 
@@ -67,21 +67,23 @@ def test_first_expert_counts_groups_from_the_first_global_expert(spec):
     """Casts the last groups alone, as a rank that holds those experts does."""
     x, first = values("normal", (ROWS, 48), 2)[: ENDS[-1]], 3
     begin = ENDS[first - 1]
-    table = mf.group_table(int32([end - begin for end in ENDS[first:]]), ENDS[-1] - begin)
+    table = mf.tensor.group_table(int32([end - begin for end in ENDS[first:]]), ENDS[-1] - begin)
     whole = cast(x, spec, True, seed=1)
-    rest = mf.quantize(x[begin:], spec, columnwise=True, groups=table, seed=1, first_expert=first)
+    rest = mf.tensor.quantize(
+        x[begin:], spec, columnwise=True, groups=table, seed=1, first_expert=first
+    )
     bits = oracle.parse(spec).elements.bits
     places = [group for _, group in groups_under(whole.group_unit)]
     skipped, end = (places[i].first * bits // 8 for i in (first, -1))
     end += places[-1].cols * bits // 8
     assert torch.equal(whole.codes[:, skipped:end], rest.codes[:, : end - skipped])
-    other = mf.quantize(x[begin:], spec, columnwise=True, groups=table, seed=1)
+    other = mf.tensor.quantize(x[begin:], spec, columnwise=True, groups=table, seed=1)
     assert not torch.equal(other.codes[:, : end - skipped], rest.codes[:, : end - skipped])
 
     weights = values("normal", (5, 32, 48), 3)
     for columnwise in (False, True):
-        whole = mf.quantize(weights, spec, columnwise=columnwise, seed=1)
-        rest = mf.quantize(weights[2:], spec, columnwise=columnwise, seed=1, first_expert=2)
+        whole = mf.tensor.quantize(weights, spec, columnwise=columnwise, seed=1)
+        rest = mf.tensor.quantize(weights[2:], spec, columnwise=columnwise, seed=1, first_expert=2)
         assert torch.equal(whole.codes[2:], rest.codes)
 
 
@@ -95,7 +97,7 @@ def test_amaxes_are_those_of_groups(spec, columnwise):
     has_row = oracle.parse(spec).rule == "row"
     for flag in ("", "+rht", "+rht64"):
         text = flagged(spec, flag)
-        got = mf.amax(x, text, columnwise=columnwise, seed=2, stream=3, groups=TABLE)
+        got = mf.tensor.amax(x, text, columnwise=columnwise, seed=2, stream=3, groups=TABLE)
         assert got.shape == (((len(ENDS), 40) if columnwise else (ROWS,)) if has_row else (7,))
         points = oracle.parse(text).points
         signs = oracle.eden_signs(oracle.mix_seed(2, 0), 3) if "eden" in text else oracle.SIGNS
@@ -115,11 +117,11 @@ def test_amaxes_are_those_of_groups(spec, columnwise):
 def test_amaxes_that_are_passed(spec, columnwise):
     """Passes the amaxes of other values; those of the values themselves change no byte."""
     x = grouped_values("normal", ROWS, 40, ENDS[-1])
-    current = mf.amax(x, spec, columnwise=columnwise, groups=TABLE)
+    current = mf.tensor.amax(x, spec, columnwise=columnwise, groups=TABLE)
     plain = cast(x, spec, columnwise)
-    with_same = mf.quantize(x, spec, columnwise=columnwise, groups=TABLE, amax=current)
+    with_same = mf.tensor.quantize(x, spec, columnwise=columnwise, groups=TABLE, amax=current)
     for passed in (current, current * 1.5 + 0.1):
-        q = mf.quantize(x, spec, columnwise=columnwise, groups=TABLE, amax=passed)
+        q = mf.tensor.quantize(x, spec, columnwise=columnwise, groups=TABLE, amax=passed)
         want = grouped_oracle.quantize(x.numpy(), spec, ENDS, columnwise, given_amax=passed.numpy())
         for name in ("codes", "scale", "amax"):
             got, expected = getattr(q, name), getattr(want, name)
@@ -144,7 +146,7 @@ def dense_groups(x, q):
             amax = torch.linspace(1, 4, len(ENDS))[e]
         rows = padded_rows(x, group) if q.columnwise else x[group.begin : group.end]
         origin = (0, e * x.shape[1]) if q.columnwise else (group.begin, 0)  # of random bits
-        one = mf.quantize(rows, q.spec, columnwise=q.columnwise, amax=amax, origin=origin)
+        one = mf.tensor.quantize(rows, q.spec, columnwise=q.columnwise, amax=amax, origin=origin)
         columns = slice(group.first, group.first + group.cols)
         yield e, one, (slice(None), columns) if q.columnwise else slice(group.begin, group.end)
 
@@ -155,13 +157,13 @@ def test_values_are_those_of_dense_operands(spec, columnwise):
     for flag, unit in (("", 0), ("+rht", 0), ("+rht32", 128)):
         x = grouped_values("wide", ROWS, 44, ENDS[-1], seed=5)
         q = cast(x, flagged(spec, flag), columnwise, group_unit=unit)
-        fp32, bf16 = mf.dequantize(q), q.dequantize(torch.bfloat16)
+        fp32, bf16 = mf.tensor.dequantize(q), q.dequantize(torch.bfloat16)
         groups = {"groups": q.groups, "group_unit": q.group_unit}
         decoded = ops.decode(q.codes, q.scale, q.spec, q.shape[-1], **groups)
         for e, one, at in dense_groups(x, q):
             for got, want in (
-                (fp32, mf.dequantize(one)),
-                (bf16, mf.dequantize(one, torch.bfloat16)),
+                (fp32, mf.tensor.dequantize(one)),
+                (bf16, mf.tensor.dequantize(one, torch.bfloat16)),
                 (decoded, ops.decode(one.codes, one.scale, one.spec, one.shape[-1])),
             ):
                 assert same_bytes(got[at], want), f"{q.spec}, group {e}"
@@ -204,11 +206,11 @@ def test_fp4_as_fp8_has_a_factor_for_each_row_of_a_group(spec, columnwise):
 @pytest.mark.parametrize("points", [16, 32, 64, 128])
 def test_hadamard_of_groups(points, unit):
     x = grouped_values("normal", ROWS, 70, ENDS[-1], seed=8)
-    rowwise = mf.hadamard(x, points, groups=TABLE)
+    rowwise = mf.tensor.hadamard(x, points, groups=TABLE)
     assert rowwise.shape == (ROWS, 70 + -70 % points)
-    assert same_bytes(rowwise[: ENDS[-1]], mf.hadamard(x[: ENDS[-1]], points))
+    assert same_bytes(rowwise[: ENDS[-1]], mf.tensor.hadamard(x[: ENDS[-1]], points))
     taken = max(unit, points)
-    y = mf.hadamard(x, points, columnwise=True, groups=TABLE, group_unit=unit)
+    y = mf.tensor.hadamard(x, points, columnwise=True, groups=TABLE, group_unit=unit)
     assert y.shape == (70, grouped_oracle.length(ROWS, len(ENDS), taken))
     for _, group in groups_under(taken):
         want = oracle.hadamard(grouped_oracle.padded_columns(x.numpy(), group), points)
@@ -221,7 +223,7 @@ def test_a_grouped_operand_pickles_with_its_groups():
     assert torch.equal(twin.groups, TABLE)
     assert (twin.shape, twin.group_unit, twin.columnwise) == (q.shape, 32, True)
     written = (slice(None), slice(last_column(32)))
-    assert same_bytes(mf.dequantize(twin)[written], mf.dequantize(q)[written])
+    assert same_bytes(mf.tensor.dequantize(twin)[written], mf.tensor.dequantize(q)[written])
 
 
 @pytest.mark.parametrize("groups", ["m", "k"])
@@ -229,13 +231,13 @@ def test_swizzled_scales_may_end_before_the_last(groups):
     scale = torch.randint(0, 256, (300, 22), dtype=torch.uint8)
     ends = [0, 130, 130, 200] if groups == "m" else [3, 3, 16, 18]
     offs = int32(ends)
-    tiled = mf.swizzle_scales(scale, offs=offs, groups=groups)
+    tiled = mf.tensor.swizzle_scales(scale, offs=offs, groups=groups)
     start, at = 0, 0
     for end in ends:
         part = scale[start:end] if groups == "m" else scale[:, start:end]
         want = swizzled(part.numpy()) if end > start else np.zeros(0, np.uint8)
         assert (tiled.flatten()[at : at + len(want)].numpy() == want).all()
         start, at = end, at + len(want)
-    back = mf.unswizzle_scales(tiled, 300, 22, offs=offs, groups=groups)
+    back = mf.tensor.unswizzle_scales(tiled, 300, 22, offs=offs, groups=groups)
     inside = (slice(0, ends[-1]),) if groups == "m" else (slice(None), slice(0, ends[-1]))
     assert torch.equal(back[inside], scale[inside])

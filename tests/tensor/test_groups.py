@@ -78,14 +78,14 @@ def require_bytes(q, want):
 @pytest.mark.parametrize("spec", SPECS_1D)
 def test_every_spec_and_flag(spec, columnwise):
     ids = torch.randint(0, 2**31 - 1, (ROWS,), dtype=torch.int32)
-    groups = mf.group_table(int32(ENDS), ROWS)
+    groups = mf.tensor.group_table(int32(ENDS), ROWS)
     key = oracle.mix_seed(5, 0)
     for i, flag in enumerate(FLAGS):
         kind = ("normal", "wide", "special", "tiny")[i % 4]
         x = grouped_values(kind, ROWS, 37, ENDS[-1], seed=len(spec) + i)
         amax = passed_amax(spec, ROWS, 37, len(ENDS), columnwise)
         options = {"row_ids": None if i % 2 else ids, "first_expert": 3}
-        q = mf.quantize(
+        q = mf.tensor.quantize(
             x,
             flagged(spec, flag),
             columnwise=columnwise,
@@ -153,14 +153,14 @@ def test_any_groups(layout, spec, flag, cols, dtype, memory, kind, columnwise, u
     count = len(layout.ends)
     ids = torch.randperm(2**20, generator=torch.Generator().manual_seed(seed))[: layout.rows]
     amax = passed_amax(spec, layout.rows, cols, count, columnwise)
-    q = mf.quantize(
+    q = mf.tensor.quantize(
         x,
         flagged(spec, flag),
         columnwise=columnwise,
         amax=amax,
         seed=seed,
         stream=-7,
-        groups=mf.group_table(int32(layout.ends), layout.rows),
+        groups=mf.tensor.group_table(int32(layout.ends), layout.rows),
         group_unit=unit,
         row_ids=ids.int(),
         first_expert=seed % 3,
@@ -188,11 +188,11 @@ def test_any_groups(layout, spec, flag, cols, dtype, memory, kind, columnwise, u
 @settings(max_examples=200, deadline=None)
 def test_ends_that_are_not_legal_are_moved(rows, near, far):
     offs = near[: len(near) // 2] + far + near[len(near) // 2 :]
-    got = mf.group_table(int32(offs), rows)
+    got = mf.tensor.group_table(int32(offs), rows)
     assert got.dtype == torch.int32
     assert np.array_equal(got.numpy(), grouped_oracle.table(offs, rows))
     legal = grouped_oracle.ends(offs, rows)
-    assert torch.equal(got, mf.group_table(int32(legal), rows))
+    assert torch.equal(got, mf.tensor.group_table(int32(legal), rows))
 
 
 def test_casts_of_moved_ends():
@@ -200,32 +200,32 @@ def test_casts_of_moved_ends():
     for columnwise, ends in itertools.product(
         (False, True), ([-3, 20, 7, 50, 40], [20, 0, 50, 50, -(2**31)], [50, 2, 3, 4, 5])
     ):
-        table = mf.group_table(int32(ends), 60)
-        q = mf.quantize(x, "nvfp4", columnwise=columnwise, groups=table)
+        table = mf.tensor.group_table(int32(ends), 60)
+        q = mf.tensor.quantize(x, "nvfp4", columnwise=columnwise, groups=table)
         require_bytes(q, grouped_oracle.quantize(x.numpy(), "nvfp4", ends, columnwise))
-    past = mf.group_table(int32([20, 2**31 - 1]), 60)
+    past = mf.tensor.group_table(int32([20, 2**31 - 1]), 60)
     x = x.nan_to_num(1.0)
-    q = mf.quantize(x, "nvfp4", groups=past)
+    q = mf.tensor.quantize(x, "nvfp4", groups=past)
     require_bytes(q, grouped_oracle.quantize(x.numpy(), "nvfp4", [20, 60]))
 
 
 @pytest.mark.parametrize("spec", SPECS_1D)
 def test_no_groups_at_all(spec):
-    table = mf.group_table(int32([]), 40)
+    table = mf.tensor.group_table(int32([]), 40)
     assert table.tolist() == [[0]] * 5
     x = torch.full((40, 36), float("nan"))
     kind = oracle.parse(spec).rule
     for columnwise in (False, True):
         amax = passed_amax(spec, 40, 36, 0, columnwise)
-        q = mf.quantize(x, spec, columnwise=columnwise, groups=table, amax=amax)
+        q = mf.tensor.quantize(x, spec, columnwise=columnwise, groups=table, amax=amax)
         unit = grouped_oracle.least_unit(spec)
         total = grouped_oracle.length(40, 0, unit)
         assert q.shape == ((36, total) if columnwise else (40, 36))
         padded = 36 + -36 % max(oracle.parse(spec).points, 1)  # of whole transforms
-        assert mf.dequantize(q).shape == ((36, total) if columnwise else (40, padded))
+        assert mf.tensor.dequantize(q).shape == ((36, total) if columnwise else (40, padded))
         if kind in ("tensor", "nvfp4"):
             assert q.amax.shape == (0,)
-            assert mf.amax(x, spec, columnwise=columnwise, groups=table).shape == (0,)
+            assert mf.tensor.amax(x, spec, columnwise=columnwise, groups=table).shape == (0,)
         if kind == "row":
             assert q.amax.shape == ((0, 36) if columnwise else (40,))
 
@@ -252,16 +252,16 @@ def cut_columns(q, group):
 def test_each_group_is_the_dense_cast_of_its_rows(spec, flag):
     """Compares with dense casts at the groups' origins, of their rows alone and of padded rows."""
     x = grouped_values("wide", ROWS, 48, ENDS[-1])
-    table = mf.group_table(int32(ENDS), ROWS)
+    table = mf.tensor.group_table(int32(ENDS), ROWS)
     spec = flagged(spec, flag)
     unit, bits = grouped_oracle.least_unit(spec), oracle.parse(spec).elements.bits
     given = torch.linspace(1, 4, len(ENDS)) if "delayed" in spec else None
-    row = mf.quantize(x, spec, groups=table, amax=given, seed=1)
-    col = mf.quantize(x, spec, columnwise=True, groups=table, amax=given, seed=1)
+    row = mf.tensor.quantize(x, spec, groups=table, amax=given, seed=1)
+    col = mf.tensor.quantize(x, spec, columnwise=True, groups=table, amax=given, seed=1)
     for e, group in enumerate(grouped_oracle.places(ENDS, ROWS, unit)):
         amax = None if given is None else given[e]
         rows = slice(group.begin, group.end)
-        one = mf.quantize(x[rows], spec, amax=amax, seed=1, origin=(group.begin, 0))
+        one = mf.tensor.quantize(x[rows], spec, amax=amax, seed=1, origin=(group.begin, 0))
         assert same_bytes(row.codes[rows], one.codes)
         of_rows = oracle.parse(spec).rule == "row" or oracle.parse(spec).block[1]
         assert same_bytes(row.scale[rows] if of_rows else row.scale[e], one.scale)
@@ -270,12 +270,12 @@ def test_each_group_is_the_dense_cast_of_its_rows(spec, flag):
 
         codes, scale = cut_columns(col, group)
         options = {"columnwise": True, "amax": amax, "seed": 1, "origin": (0, e * 48)}
-        whole = mf.quantize(padded_rows(x, group), spec, **options)
+        whole = mf.tensor.quantize(padded_rows(x, group), spec, **options)
         assert same_bytes(codes, whole.codes)
         assert same_bytes(col.scale[e] if scale is None else scale, whole.scale)
         if whole.amax.shape != (0,):
             assert same_bytes(col.amax[e], whole.amax)
-        alone = mf.quantize(x[rows], spec, **options)
+        alone = mf.tensor.quantize(x[rows], spec, **options)
         count = (group.end - group.begin) * bits // 8  # whole bytes of its rows' codes
         assert same_bytes(codes[:, :count], alone.codes[:, :count])
         if scale is not None and alone.scale.numel() > 0:
@@ -301,12 +301,15 @@ def test_zero_rows_at_a_groups_end_change_no_other_code(sizes, added, spec, flag
     kept[ends[longer] : ends[longer] + added] = False
     ids = int32(range(len(more)))
     moved = [end + added * (e >= longer) for e, end in enumerate(ends)]
-    tables = mf.group_table(int32(ends), last), mf.group_table(int32(moved), len(more))
+    tables = (
+        mf.tensor.group_table(int32(ends), last),
+        mf.tensor.group_table(int32(moved), len(more)),
+    )
     for columnwise in (False, True):
         amax = torch.linspace(1, 2, len(sizes)) if "delayed" in spec else None
         options = {"columnwise": columnwise, "amax": amax, "seed": 3}
-        before = mf.quantize(x, spec, groups=tables[0], row_ids=ids[kept], **options)
-        after = mf.quantize(more, spec, groups=tables[1], row_ids=ids, **options)
+        before = mf.tensor.quantize(x, spec, groups=tables[0], row_ids=ids[kept], **options)
+        after = mf.tensor.quantize(more, spec, groups=tables[1], row_ids=ids, **options)
         if not columnwise:
             assert same_bytes(before.codes, after.codes[kept])
             continue

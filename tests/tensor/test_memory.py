@@ -24,7 +24,7 @@ RECIPES = ("fp8_tensorwise", "fp8_rowwise", "mxfp8", "nvfp4", "mxfp4")
 def build(recipe, seed=0):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-    options = {"keep": "nothing", "verbose": False, "data_parallel_rank": 0}
+    options = {"keep": "nothing", "data_parallel_rank": 0}
     mf.quantize_(model, recipe, primary=True, **options)
     return model
 

@@ -27,7 +27,7 @@ def build(recipe, seed=0, inner=80, **options):
     """Builds a model with two weights that end within blocks, and one bias."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(48, inner), nn.Tanh(), nn.Linear(inner, 33, bias=False))
-    report = mf.quantize_(model, recipe, data_parallel_rank=0, verbose=False, **options)
+    report = mf.quantize_(model, recipe, data_parallel_rank=0, **options)
     assert len(report.converted) == 2
     return model
 
@@ -157,7 +157,7 @@ def test_assigned_values_are_quantized(recipe, dtype):
     for p, q in zip(model.parameters(), other.parameters(), strict=True):
         p.data = q.detach()
     mf.restore_(other)
-    mf.quantize_(other, recipe, primary=True, verbose=False)
+    mf.quantize_(other, recipe, primary=True)
     assert all(p.dtype == dtype for p in model.parameters())
     assert_same_bytes(model, other, "assigned")
 
@@ -179,7 +179,7 @@ def test_parameters_from_a_vector():
     vector = nn.utils.parameters_to_vector(other.parameters()).detach()
     nn.utils.vector_to_parameters(vector, model.parameters())
     mf.restore_(other)
-    mf.quantize_(other, "mxfp8", primary=True, verbose=False)
+    mf.quantize_(other, "mxfp8", primary=True)
     assert_same_bytes(model, other, "from a vector")
 
 
@@ -268,10 +268,10 @@ def train_masters(recipe, make_optimizer, steps, inner):
         for p, master in pairs:
             master.grad, p.grad = p.grad, None
         optimizer.step()
-        mf.quantize_master_weights(
+        mf.distributed.quantize_master_weights(
             weights, [m.flatten() for _, m in quantized], [0] * len(weights), None
         )
-        mf.post_all_gather_processing(weights)
+        mf.distributed.post_all_gather_processing(weights)
         for p, master in pairs:
             if not isinstance(p, mf.QuantizedTensor):
                 p.data.copy_(master)

@@ -1,4 +1,4 @@
-"""mf.quantize and the transforms: bytes against the oracle, over shapes, dtypes and values."""
+"""quantize and the transforms: bytes against the oracle, over shapes, dtypes and values."""
 
 import itertools
 import pickle
@@ -65,7 +65,7 @@ def same_floats(got: torch.Tensor, want: np.ndarray, what: str) -> None:
     assert same.all(), f"{what}: {(~same).sum()} differ, first {got[~same][0]} for {want[~same][0]}"
 
 
-def require_equal_bytes(q: mf.Quantized, x: torch.Tensor, **oracle_arguments) -> None:
+def require_equal_bytes(q: mf.tensor.Quantized, x: torch.Tensor, **oracle_arguments) -> None:
     """Compares q with the oracle's cast of x, a matrix as read."""
     codes, scale, amax = oracle.quantize(x.float().numpy(), q.spec, **oracle_arguments)
     if scale.dtype == np.uint8:
@@ -93,7 +93,7 @@ def test_every_spec_and_flag(spec, kind):
     x = values(kind, (37, 150), seed=len(spec))
     key = oracle.mix_seed(5, 0)
     for flag, columnwise in itertools.product(FLAGS, (False, True)):
-        q = mf.quantize(x, flagged(spec, flag), columnwise=columnwise, seed=5, stream=-7)
+        q = mf.tensor.quantize(x, flagged(spec, flag), columnwise=columnwise, seed=5, stream=-7)
         as_read = x.t().contiguous() if columnwise else x
         require_equal_bytes(q, as_read, key=key, stream=-7 & oracle.MASK, columnwise=columnwise)
 
@@ -112,7 +112,7 @@ def test_every_spec_and_flag(spec, kind):
 @settings(max_examples=250, deadline=None)
 def test_any_shape_dtype_stride(spec, flag, rows, cols, dtype, layout, kind, columnwise, seed):
     x = with_strides(values(kind, (rows, cols), seed % 1000).to(dtype), layout)
-    q = mf.quantize(x, flagged(spec, flag), columnwise=columnwise, seed=seed, stream=seed)
+    q = mf.tensor.quantize(x, flagged(spec, flag), columnwise=columnwise, seed=seed, stream=seed)
     as_read = x.t() if columnwise else x
     key = oracle.mix_seed(seed & oracle.MASK, 0)
     require_equal_bytes(
@@ -129,8 +129,8 @@ def test_both_directions_from_one_read(spec):
     x = values("normal", (70, 90), 1)
     rng = torch.tensor([3, 0])
     both = ops.quantize(x, spec, spec, rng=rng, stream_row=1, stream_col=2)
-    row = mf.quantize(x, spec, seed=3, stream=1)
-    col = mf.quantize(x, spec, columnwise=True, seed=3, stream=2)
+    row = mf.tensor.quantize(x, spec, seed=3, stream=1)
+    col = mf.tensor.quantize(x, spec, columnwise=True, seed=3, stream=2)
     for got, want in zip(
         (*both[:3], *both[4:7]), (row.codes, row.scale, row.amax, col.codes, col.scale, col.amax)
     ):
@@ -140,15 +140,15 @@ def test_both_directions_from_one_read(spec):
 @pytest.mark.parametrize("spec", ["nvfp4+sr", "mxfp8/32x32+sr", "e4m3/row+sr", "mxfp4+sr+rht"])
 def test_a_shard_gets_the_bytes_of_the_whole(spec):
     x = values("normal", (128, 192), 2)
-    amax = mf.quantize(x, spec).amax if "nvfp4" in spec else None
-    whole = mf.quantize(x, spec, amax=amax, seed=9)
-    shard = mf.quantize(x[32:96, 64:192], spec, amax=amax, seed=9, origin=(32, 64))
+    amax = mf.tensor.quantize(x, spec).amax if "nvfp4" in spec else None
+    whole = mf.tensor.quantize(x, spec, amax=amax, seed=9)
+    shard = mf.tensor.quantize(x[32:96, 64:192], spec, amax=amax, seed=9, origin=(32, 64))
     if "row" in spec:  # the scale would be the whole row's
         return
     first, last = 64 * whole.codes.shape[1] // 192, whole.codes.shape[1]
     assert torch.equal(shard.codes, whole.codes[32:96, first:last])
-    down = mf.quantize(x[32:96], spec, columnwise=True, amax=amax, seed=9, origin=(32, 0))
-    whole = mf.quantize(x, spec, columnwise=True, amax=amax, seed=9)
+    down = mf.tensor.quantize(x[32:96], spec, columnwise=True, amax=amax, seed=9, origin=(32, 0))
+    whole = mf.tensor.quantize(x, spec, columnwise=True, amax=amax, seed=9)
     first, last = (n * whole.codes.shape[1] // 128 for n in (32, 96))
     assert torch.equal(down.codes, whole.codes[:, first:last])
 
@@ -157,10 +157,10 @@ def test_a_shard_gets_the_bytes_of_the_whole(spec):
 @pytest.mark.parametrize("columnwise", [False, True])
 def test_a_batch_is_its_matrices(spec, columnwise):
     x = values("wide", (3, 40, 50), 3)
-    batch = mf.quantize(x, spec, columnwise=columnwise)
+    batch = mf.tensor.quantize(x, spec, columnwise=columnwise)
     assert batch.shape == ((3, 50, 40) if columnwise else (3, 40, 50))
     for e in range(3):
-        one = mf.quantize(x[e], spec, columnwise=columnwise)
+        one = mf.tensor.quantize(x[e], spec, columnwise=columnwise)
         for name in ("codes", "scale"):
             assert (as_bytes(getattr(batch, name)[e]) == as_bytes(getattr(one, name))).all()
         if one.amax.shape != (0,):
@@ -181,7 +181,7 @@ def test_given_amax(columnwise):
         ("e4m3/tensor+delayed", torch.tensor(0.0)),
         ("e4m3/row", torch.linspace(0.5, 4, len(as_read))),
     ]:
-        q = mf.quantize(x, spec, columnwise=columnwise, amax=amax)
+        q = mf.tensor.quantize(x, spec, columnwise=columnwise, amax=amax)
         require_equal_bytes(q, as_read, given_amax=amax.numpy(), key=key)
 
 
@@ -192,7 +192,7 @@ def test_stochastic_bytes_do_not_depend_on_threads():
         codes = []
         for n in (1, 2, 3):
             torch.set_num_threads(n)
-            codes.append(mf.quantize(x, "nvfp4+sr+rht", columnwise=True, seed=1).codes)
+            codes.append(mf.tensor.quantize(x, "nvfp4+sr+rht", columnwise=True, seed=1).codes)
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(codes[0], codes[1])
@@ -203,12 +203,12 @@ def test_seed_and_stream_draw_other_bits_and_the_mean_is_unbiased():
     x = torch.full((64, 256), 1.3)
     x[:, ::16] = 6.0  # the block's scale is 1: 1.3 lies between 1 and 1.5
     keys = [(0, 0), (1, 0), (0, 1)]
-    draws = [mf.quantize(x, "nvfp4+sr", seed=seed, stream=stream) for seed, stream in keys]
+    draws = [mf.tensor.quantize(x, "nvfp4+sr", seed=seed, stream=stream) for seed, stream in keys]
     assert not torch.equal(draws[0].codes, draws[1].codes)
     assert not torch.equal(draws[0].codes, draws[2].codes)
     # 15,360 draws from {1, 1.5}: the standard error of the mean is at most 0.25 / sqrt(15360)
     for q in draws:
-        drawn = mf.dequantize(q).unflatten(1, (-1, 16))[..., 1:]
+        drawn = mf.tensor.dequantize(q).unflatten(1, (-1, 16))[..., 1:]
         assert drawn.unique().tolist() == pytest.approx([1.0, 1.5], rel=2**-22)
         assert abs(drawn.mean() - 1.3) < 4 * 0.25 / 15360**0.5
 
@@ -218,7 +218,7 @@ def test_dequantize_is_code_times_scale(spec):
     p = oracle.parse(spec)
     shape = (33, 256 if p.points else 70)
     x = values("normal", shape, 6)
-    q = mf.quantize(x, spec, amax=torch.tensor(3.0) if "delayed" in spec else None)
+    q = mf.tensor.quantize(x, spec, amax=torch.tensor(3.0) if "delayed" in spec else None)
     codes = q.codes.numpy()
     if p.elements is oracle.E2M1:
         codes = np.stack([codes & 15, codes >> 4], -1).reshape(33, -1)[:, : shape[1]]
@@ -239,25 +239,25 @@ def test_dequantize_is_code_times_scale(spec):
         if p.rule == "block":
             scale = oracle.spread(scale, p.block, shape)
         want = elements * (scale[:, None] if p.rule == "row" else scale)
-    same_floats(mf.dequantize(q), want, spec)
+    same_floats(mf.tensor.dequantize(q), want, spec)
     same_floats(q.dequantize(torch.bfloat16).float(), oracle.to_bf16(want), spec)
 
 
 @pytest.mark.parametrize("spec", BLOCKS_2D)
 def test_2d_blocks_agree_in_both_directions(spec):
     x = values("normal", (70, 90), 7)
-    row, col = mf.quantize(x, spec), mf.quantize(x, spec, columnwise=True)
-    assert torch.equal(mf.dequantize(row), mf.dequantize(col).t())
+    row, col = mf.tensor.quantize(x, spec), mf.tensor.quantize(x, spec, columnwise=True)
+    assert torch.equal(mf.tensor.dequantize(row), mf.tensor.dequantize(col).t())
     if "nvfp4" in spec:
-        assert torch.equal(mf.transpose_codes(row.codes, 90), col.codes)
+        assert torch.equal(mf.tensor.transpose_codes(row.codes, 90), col.codes)
 
 
 def test_amax_is_what_quantize_uses():
     x = values("special", (5, 30, 40), 8)
     specs = ["nvfp4", "e4m3/row", "nvfp4+rht", "nvfp4+eden"]
     for spec, columnwise in itertools.product(specs, (False, True)):
-        want = mf.quantize(x, spec, columnwise=columnwise).amax
-        got = mf.amax(x, spec, columnwise=columnwise)
+        want = mf.tensor.quantize(x, spec, columnwise=columnwise).amax
+        got = mf.tensor.amax(x, spec, columnwise=columnwise)
         assert got.shape == want.shape
         assert torch.equal(got.isnan(), want.isnan())
         assert torch.equal(got.nan_to_num(), want.nan_to_num())
@@ -268,7 +268,7 @@ def test_amax_is_what_quantize_uses():
 def test_hadamard(points, columnwise):
     x = values("normal", (45, 200), 9)
     as_read = (x.t() if columnwise else x).contiguous()
-    y = mf.hadamard(x, points, columnwise=columnwise)
+    y = mf.tensor.hadamard(x, points, columnwise=columnwise)
     same_floats(y.float(), oracle.hadamard(as_read.numpy(), points), f"{points} points")
     # An orthonormal transform preserves lengths, within bf16's rounding, 2^-9 an element.
     assert torch.allclose(y.float().norm(dim=1), as_read.norm(dim=1), rtol=2**-9)
@@ -276,7 +276,7 @@ def test_hadamard(points, columnwise):
 
 def test_hadamard_signs():
     x = values("normal", (4, 32), 10)
-    y = mf.hadamard(x, signs=0x0001)
+    y = mf.tensor.hadamard(x, signs=0x0001)
     same_floats(y.float(), oracle.hadamard(x.numpy(), 16, 0x0001), "signs")
 
 
@@ -298,13 +298,15 @@ def swizzled(scale: np.ndarray) -> np.ndarray:
 @settings(max_examples=40, deadline=None)
 def test_swizzle_and_back(rows, cols, dtype):
     scale = torch.randint(0, 256, (rows, cols), dtype=torch.uint8)
-    tiled = mf.swizzle_scales(scale.view(dtype))
+    tiled = mf.tensor.swizzle_scales(scale.view(dtype))
     assert tiled.dtype == dtype
     assert (tiled.view(torch.uint8).flatten().numpy() == swizzled(scale.numpy())).all()
-    back = mf.unswizzle_scales(tiled, rows, cols)
+    back = mf.tensor.unswizzle_scales(tiled, rows, cols)
     assert torch.equal(back.view(torch.uint8), scale)
     batch = torch.stack([scale, scale])
-    assert torch.equal(mf.unswizzle_scales(mf.swizzle_scales(batch), rows, cols), batch)
+    assert torch.equal(
+        mf.tensor.unswizzle_scales(mf.tensor.swizzle_scales(batch), rows, cols), batch
+    )
 
 
 @pytest.mark.parametrize("groups", ["m", "k"])
@@ -312,21 +314,21 @@ def test_grouped_swizzle_and_back(groups):
     scale = torch.randint(0, 256, (300, 22), dtype=torch.uint8)
     ends = [0, 130, 130, 300] if groups == "m" else [3, 3, 16, 22]
     offs = torch.tensor(ends, dtype=torch.int32)
-    tiled = mf.swizzle_scales(scale, offs=offs, groups=groups)
+    tiled = mf.tensor.swizzle_scales(scale, offs=offs, groups=groups)
     start, at = 0, 0
     for end in ends:
         part = scale[start:end] if groups == "m" else scale[:, start:end]
         want = swizzled(part.numpy()) if end > start else np.zeros(0, np.uint8)
         assert (tiled.flatten()[at : at + len(want)].numpy() == want).all()
         start, at = end, at + len(want)
-    back = mf.unswizzle_scales(tiled, 300, 22, offs=offs, groups=groups)
+    back = mf.tensor.unswizzle_scales(tiled, 300, 22, offs=offs, groups=groups)
     assert torch.equal(back, scale)
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (3, 5), (16, 17), (64, 130)])
 def test_transpose_codes(rows, cols):
     codes = torch.randint(0, 16, (rows, cols), dtype=torch.uint8).numpy()
-    got = mf.transpose_codes(torch.from_numpy(oracle.pack(codes)), cols)
+    got = mf.tensor.transpose_codes(torch.from_numpy(oracle.pack(codes)), cols)
     assert (got.numpy() == oracle.pack(np.ascontiguousarray(codes.T))).all()
 
 
@@ -335,13 +337,16 @@ def test_transpose_codes(rows, cols):
 )
 @pytest.mark.parametrize("shape", [(0, 32), (4, 0), (0, 0), (0, 4, 32)])
 def test_empty(spec, shape):
-    q = mf.quantize(torch.empty(shape), spec)
-    assert mf.dequantize(q).numel() == 0
-    assert mf.dequantize(mf.quantize(torch.empty(shape), spec, columnwise=True)).numel() == 0
+    q = mf.tensor.quantize(torch.empty(shape), spec)
+    assert mf.tensor.dequantize(q).numel() == 0
+    assert (
+        mf.tensor.dequantize(mf.tensor.quantize(torch.empty(shape), spec, columnwise=True)).numel()
+        == 0
+    )
 
 
 def test_quantized_pickles():
-    q = mf.quantize(values("normal", (8, 32), 11), "nvfp4")
+    q = mf.tensor.quantize(values("normal", (8, 32), 11), "nvfp4")
     twin = pickle.loads(pickle.dumps(q))
     assert torch.equal(twin.codes, q.codes)
     assert (twin.spec, twin.shape, twin.columnwise) == (q.spec, q.shape, q.columnwise)
@@ -350,26 +355,32 @@ def test_quantized_pickles():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: mf.quantize(torch.ones(4, 4), "nvfp5"), "nvfp5"),
-        (lambda: mf.quantize(torch.ones(4, 4), "bf16"), "bf16 is the identity"),
-        (lambda: mf.quantize(torch.ones(4, 4).double(), "nvfp4"), "float32 or bfloat16"),
-        (lambda: mf.quantize(torch.ones(4, 4).half(), "nvfp4"), "float32 or bfloat16"),
-        (lambda: mf.quantize(torch.ones(4), "nvfp4"), "1 dimensions"),
-        (lambda: mf.quantize(torch.ones(2, 2, 2, 2), "nvfp4"), "4 dimensions"),
-        (lambda: mf.quantize(torch.ones(4, 6).t(), "nvfp4"), "adjacent columns"),
-        (lambda: mf.quantize(torch.ones(4, 4), "nvfp4", amax=torch.ones(3)), "amax"),
-        (lambda: mf.quantize(torch.ones(4, 4), "nvfp4", amax=torch.tensor(1)), "amax"),
+        (lambda: mf.tensor.quantize(torch.ones(4, 4), "nvfp5"), "nvfp5"),
+        (lambda: mf.tensor.quantize(torch.ones(4, 4), "bf16"), "bf16 is the identity"),
+        (lambda: mf.tensor.quantize(torch.ones(4, 4).double(), "nvfp4"), "float32 or bfloat16"),
+        (lambda: mf.tensor.quantize(torch.ones(4, 4).half(), "nvfp4"), "float32 or bfloat16"),
+        (lambda: mf.tensor.quantize(torch.ones(4), "nvfp4"), "1 dimensions"),
+        (lambda: mf.tensor.quantize(torch.ones(2, 2, 2, 2), "nvfp4"), "4 dimensions"),
+        (lambda: mf.tensor.quantize(torch.ones(4, 6).t(), "nvfp4"), "adjacent columns"),
+        (lambda: mf.tensor.quantize(torch.ones(4, 4), "nvfp4", amax=torch.ones(3)), "amax"),
+        (lambda: mf.tensor.quantize(torch.ones(4, 4), "nvfp4", amax=torch.tensor(1)), "amax"),
         (
-            lambda: mf.quantize(torch.ones(4, 4), "mxfp8", amax=torch.tensor(1.0)),
+            lambda: mf.tensor.quantize(torch.ones(4, 4), "mxfp8", amax=torch.tensor(1.0)),
             "no tensor or row amax",
         ),
-        (lambda: mf.quantize(torch.ones(4, 40), "nvfp4+sr", origin=(0, 8)), "16"),
-        (lambda: mf.hadamard(torch.ones(4, 4), 24), "16, 32, 64 or 128"),
-        (lambda: mf.amax(torch.ones(4, 4), "mxfp8"), "no tensor or row amax"),
-        (lambda: mf.transpose_codes(torch.ones(4, 4, dtype=torch.uint8), 3), "2 bytes a row"),
-        (lambda: mf.swizzle_scales(torch.ones(4, 4)), "one-byte"),
-        (lambda: mf.swizzle_scales(torch.ones(4, 4, dtype=torch.uint8), groups="x"), "groups"),
-        (lambda: mf.unswizzle_scales(torch.ones(4, 4, dtype=torch.uint8), 3, 3), "expected"),
+        (lambda: mf.tensor.quantize(torch.ones(4, 40), "nvfp4+sr", origin=(0, 8)), "16"),
+        (lambda: mf.tensor.hadamard(torch.ones(4, 4), 24), "16, 32, 64 or 128"),
+        (lambda: mf.tensor.amax(torch.ones(4, 4), "mxfp8"), "no tensor or row amax"),
+        (
+            lambda: mf.tensor.transpose_codes(torch.ones(4, 4, dtype=torch.uint8), 3),
+            "2 bytes a row",
+        ),
+        (lambda: mf.tensor.swizzle_scales(torch.ones(4, 4)), "one-byte"),
+        (
+            lambda: mf.tensor.swizzle_scales(torch.ones(4, 4, dtype=torch.uint8), groups="x"),
+            "groups",
+        ),
+        (lambda: mf.tensor.unswizzle_scales(torch.ones(4, 4, dtype=torch.uint8), 3, 3), "expected"),
     ],
 )
 def test_bad_input(call, message):

@@ -1,4 +1,4 @@
-"""mf.scaled_mm against a product in float64 of the dequantized operands."""
+"""mf.tensor.scaled_mm against a product in float64 of the dequantized operands."""
 
 import sys
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from minifloat._native import ops
 
 from tests.support.exact_sums import require_same_sums
 
-scaled_mm = sys.modules["minifloat.tensor.scaled_mm"]  # mf.scaled_mm is the function
+scaled_mm = sys.modules["minifloat.tensor.scaled_mm"]  # mf.tensor.scaled_mm is the function
 M, K, N = 45, 70, 37
 PRODUCTS = [
     ("e4m3/tensor", "e4m3/tensor"),
@@ -32,9 +32,9 @@ def operand(rows, spec, columnwise, seed):
     if spec is None:
         return x.bfloat16(), x.bfloat16().double()
     if columnwise:
-        q = mf.quantize(x.t().contiguous(), spec, columnwise=True, seed=seed)
+        q = mf.tensor.quantize(x.t().contiguous(), spec, columnwise=True, seed=seed)
     else:
-        q = mf.quantize(x, spec, seed=seed)
+        q = mf.tensor.quantize(x, spec, seed=seed)
     return q, q.dequantize().double()
 
 
@@ -45,7 +45,7 @@ def test_product(a_spec, b_spec, columnwise, out_dtype):
     a, a_values = operand(M, a_spec, columnwise, 1)
     b, b_values = operand(N, b_spec, columnwise, 2)
     bias = torch.randn(N, dtype=out_dtype)
-    y = mf.scaled_mm(a, b, bias=bias, out_dtype=out_dtype)
+    y = mf.tensor.scaled_mm(a, b, bias=bias, out_dtype=out_dtype)
     assert y.dtype == out_dtype
     want = a_values @ b_values.t() + bias.double()
     # fp32 sums of 80 products and NVFP4's three scale roundings; bf16: one rounding of the result
@@ -69,7 +69,7 @@ def fp4_as_fp8(q):
 def test_fp4_as_fp8_has_the_same_values(spec):
     """Casts normal data, in which no block is 2^14 below the largest of its row."""
     for columnwise in (False, True):
-        q = mf.quantize(torch.randn(M, K), spec, columnwise=columnwise, seed=3)
+        q = mf.tensor.quantize(torch.randn(M, K), spec, columnwise=columnwise, seed=3)
         codes, row_scale = fp4_as_fp8(q)
         assert codes.dtype == torch.float8_e4m3fn
         assert torch.equal(codes.float() * row_scale[:, None], q.dequantize())
@@ -80,7 +80,7 @@ def test_fp4_as_fp8_of_blocks_far_apart(spec):
     """Checks exact values from 2^-14 of a row's largest block scale on; below, within 2^-16."""
     torch.manual_seed(0)
     x = torch.randn(M, 256) * 2.0 ** torch.randint(-30, 30, (M, 16)).repeat_interleave(16, 1)
-    q = mf.quantize(x, spec, seed=3)
+    q = mf.tensor.quantize(x, spec, seed=3)
     codes, row_scale = fp4_as_fp8(q)
     values, got = q.dequantize().double(), (codes.float() * row_scale[:, None]).double()
     largest = 64 * row_scale.double()[:, None]  # 2^K times the tensor's scale
@@ -97,8 +97,8 @@ def test_product_of_fp4_as_fp8_operands(spec):
     The bound has four roundings more than the sums: two row factors, the product of the tensor
     factors, and its multiplication with the sum or with each term.
     """
-    a, b = (mf.quantize(torch.randn(rows, K), spec, seed=rows) for rows in (M, N))
-    want = mf.scaled_mm(a, b, out_dtype=torch.float32)
+    a, b = (mf.tensor.quantize(torch.randn(rows, K), spec, seed=rows) for rows in (M, N))
+    want = mf.tensor.scaled_mm(a, b, out_dtype=torch.float32)
     args = [(*fp4_as_fp8(q), q.amax) for q in (a, b)]
     got = ops.scaled_mm(*args[0], *args[1], f"{spec}*{spec}", k=K, out_dtype=torch.float32)
     left, right = ((codes.float() * scale[:, None]).abs() for codes, scale, _ in args)
@@ -109,7 +109,7 @@ def test_product_of_fp4_as_fp8_operands(spec):
 
 @pytest.mark.parametrize("spec", ["nvfp4", "nvfp4+up", "mxfp8", "e4m3/row"])
 def test_only_powers_of_two_convert_to_fp8(spec):
-    q = mf.quantize(torch.ones(4, 32), spec)
+    q = mf.tensor.quantize(torch.ones(4, 32), spec)
     with pytest.raises(ValueError, match="powers of two"):
         fp4_as_fp8(q)
 
@@ -117,7 +117,7 @@ def test_only_powers_of_two_convert_to_fp8(spec):
 def test_fp4_as_fp8_of_rows_that_are_not_finite():
     x = torch.randn(4, 64)
     x[1, 40], x[2, 3] = float("nan"), float("inf")
-    codes, row_scale = fp4_as_fp8(mf.quantize(x, "mxfp4"))
+    codes, row_scale = fp4_as_fp8(mf.tensor.quantize(x, "mxfp4"))
     values = codes.float() * row_scale[:, None]
     assert values[1, 32:].isnan().all()
     assert values[2, :32].isnan().all()
@@ -126,15 +126,18 @@ def test_fp4_as_fp8_of_rows_that_are_not_finite():
 
 
 def test_fast_changes_nothing_in_an_exact_product():
-    a, b = mf.quantize(torch.randn(8, 32), "e4m3/row"), mf.quantize(torch.randn(8, 32), "e4m3/row")
-    assert torch.equal(mf.scaled_mm(a, b), mf.scaled_mm(a, b, fast=True))
+    a, b = (
+        mf.tensor.quantize(torch.randn(8, 32), "e4m3/row"),
+        mf.tensor.quantize(torch.randn(8, 32), "e4m3/row"),
+    )
+    assert torch.equal(mf.tensor.scaled_mm(a, b), mf.tensor.scaled_mm(a, b, fast=True))
 
 
 @pytest.mark.parametrize("spec", ["e4m3/tensor", "nvfp4/16x16", "mxfp8"])
 def test_a_quantized_tensor_is_multiplied_as_its_codes(spec):
     """Its product is that of codes, which has no multiplication in high precision, on any side."""
     a, b = (torch.randn(n, 64, generator=torch.Generator().manual_seed(n)) for n in (M, N))
-    codes = [mf.quantize(x, spec) for x in (a, b)]
+    codes = [mf.tensor.quantize(x, spec) for x in (a, b)]
     weights = [mf.QuantizedTensor.from_tensor(x, spec, spec) for x in (a, b)]
     seen = []
     real, scaled_mm.ops = (
@@ -144,18 +147,18 @@ def test_a_quantized_tensor_is_multiplied_as_its_codes(spec):
         ),
     )
     try:
-        expected = mf.scaled_mm(*codes)
+        expected = mf.tensor.scaled_mm(*codes)
         for x, w in ((codes[0], weights[1]), (weights[0], codes[1]), weights):
-            assert torch.equal(mf.scaled_mm(x, w), expected)
+            assert torch.equal(mf.tensor.scaled_mm(x, w), expected)
     finally:
         scaled_mm.ops = real
     assert seen == [f"{codes[0].spec}*{codes[0].spec}"] * 4
     turned = weights[0].t()  # reads the columnwise codes of a
-    expected = mf.scaled_mm(*[mf.quantize(a, spec, columnwise=True)] * 2)
-    assert torch.equal(mf.scaled_mm(turned, turned), expected)
+    expected = mf.tensor.scaled_mm(*[mf.tensor.quantize(a, spec, columnwise=True)] * 2)
+    assert torch.equal(mf.tensor.scaled_mm(turned, turned), expected)
     alone = mf.QuantizedTensor.from_tensor(b, None, spec)
     with pytest.raises(ValueError, match="scaled_mm: expected b with rowwise codes"):
-        mf.scaled_mm(codes[0], alone)
+        mf.tensor.scaled_mm(codes[0], alone)
 
 
 def test_the_result_is_rounded_once():
@@ -163,28 +166,32 @@ def test_the_result_is_rounded_once():
 
     A bias of 1, added before the only rounding, gives 258. Two roundings would give 256.
     """
-    a = mf.quantize(torch.ones(1, 257), "e4m3/row")
-    b = mf.quantize(torch.ones(1, 257), "mxfp8")
-    assert mf.scaled_mm(a, b, out_dtype=torch.float32).item() == 257
-    assert mf.scaled_mm(a, b).item() == 256
-    assert mf.scaled_mm(a, b, bias=torch.ones(1, dtype=torch.bfloat16)).item() == 258
+    a = mf.tensor.quantize(torch.ones(1, 257), "e4m3/row")
+    b = mf.tensor.quantize(torch.ones(1, 257), "mxfp8")
+    assert mf.tensor.scaled_mm(a, b, out_dtype=torch.float32).item() == 257
+    assert mf.tensor.scaled_mm(a, b).item() == 256
+    assert mf.tensor.scaled_mm(a, b, bias=torch.ones(1, dtype=torch.bfloat16)).item() == 258
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (
-            lambda q, r: mf.scaled_mm(q, mf.quantize(torch.ones(4, 48), "nvfp4")),
+            lambda q, r: mf.tensor.scaled_mm(q, mf.tensor.quantize(torch.ones(4, 48), "nvfp4")),
             ValueError,
             "k = 32 and 48",
         ),
-        (lambda q, r: mf.scaled_mm(q, "nvfp4"), TypeError, "expected b as Quantized or Tensor"),
-        (lambda q, r: mf.scaled_mm(q, r), ValueError, "same transform"),
-        (lambda q, r: mf.scaled_mm(q, q, fast=True), ValueError, "fast"),
-        (lambda q, r: mf.scaled_mm(q, q, bias=torch.ones(5)), ValueError, "expected bias"),
-        (lambda q, r: mf.scaled_mm(q, q, out_dtype=torch.half), ValueError, "out_dtype"),
         (
-            lambda q, r: mf.scaled_mm(q, mf.quantize(torch.ones(2, 4, 32), "nvfp4")),
+            lambda q, r: mf.tensor.scaled_mm(q, "nvfp4"),
+            TypeError,
+            "expected b as Quantized or Tensor",
+        ),
+        (lambda q, r: mf.tensor.scaled_mm(q, r), ValueError, "same transform"),
+        (lambda q, r: mf.tensor.scaled_mm(q, q, fast=True), ValueError, "fast"),
+        (lambda q, r: mf.tensor.scaled_mm(q, q, bias=torch.ones(5)), ValueError, "expected bias"),
+        (lambda q, r: mf.tensor.scaled_mm(q, q, out_dtype=torch.half), ValueError, "out_dtype"),
+        (
+            lambda q, r: mf.tensor.scaled_mm(q, mf.tensor.quantize(torch.ones(2, 4, 32), "nvfp4")),
             ValueError,
             "dimensions",
         ),
@@ -193,4 +200,4 @@ def test_the_result_is_rounded_once():
 def test_bad_input(call, error, message):
     x = torch.ones(4, 32)
     with pytest.raises(error, match=message):
-        call(mf.quantize(x, "nvfp4"), mf.quantize(x, "nvfp4+rht"))
+        call(mf.tensor.quantize(x, "nvfp4"), mf.tensor.quantize(x, "nvfp4+rht"))

@@ -62,7 +62,7 @@ def test_holds_what_quantize_gives(row, col, dtype):
         if spec is None:
             assert part is None
             continue
-        want = mf.quantize(x, spec, columnwise=columnwise)
+        want = mf.tensor.quantize(x, spec, columnwise=columnwise)
         assert torch.equal(part.codes, want.codes)
         assert part.shape == want.shape
     assert repr(row) in repr(w)
@@ -70,7 +70,7 @@ def test_holds_what_quantize_gives(row, col, dtype):
         with pytest.raises(ValueError, match="transformed"):
             w.dequantize()
         return
-    want = mf.quantize(x, row) if row else mf.quantize(x, col, columnwise=True)
+    want = mf.tensor.quantize(x, row) if row else mf.tensor.quantize(x, col, columnwise=True)
     decoded = want.dequantize(dtype)
     assert torch.equal(w.dequantize(), decoded if row else decoded.t())
 
@@ -85,7 +85,7 @@ def test_answers_quantize_with_its_codes():
         assert a.dtype == b.dtype
         assert torch.equal(as_bytes(a), as_bytes(b))
     assert got[0] is w.rowwise.codes
-    q = mf.quantize(w, "mxfp8", columnwise=True)
+    q = mf.tensor.quantize(w, "mxfp8", columnwise=True)
     assert torch.equal(q.codes, w.columnwise.codes)
 
 
@@ -104,9 +104,9 @@ def test_refuses_what_it_does_not_hold():
     with pytest.raises(
         ValueError, match=r"asked for rowwise mxfp8.*rowwise='nvfp4', columnwise='mxfp8'"
     ):
-        mf.quantize(w, "mxfp8")
+        mf.tensor.quantize(w, "mxfp8")
     with pytest.raises(ValueError, match="keeps its own amax"):
-        mf.quantize(w, "nvfp4", amax=torch.tensor(1.0))
+        mf.tensor.quantize(w, "nvfp4", amax=torch.tensor(1.0))
     with pytest.raises(ValueError, match="asked for"):
         mf.linear(torch.randn(4, COLS), w, None, "fp8_rowwise")
 
@@ -116,7 +116,7 @@ def test_specs_of_2d_blocks_serve_both_directions(spec):
     x = values()
     both = mf.QuantizedTensor.from_tensor(x, spec, spec)
     one = mf.QuantizedTensor.from_tensor(x, spec)
-    got, want = mf.quantize(one, spec, columnwise=True), both.columnwise
+    got, want = mf.tensor.quantize(one, spec, columnwise=True), both.columnwise
     assert torch.equal(got.codes, want.codes)
     assert torch.equal(as_bytes(got.scale), as_bytes(want.scale))
     one.update_usage(columnwise=True)
@@ -292,8 +292,8 @@ def test_autocast_and_inference_read_the_codes():
     recipe = "fprop=nvfp4*nvfp4 dgrad=bf16*nvfp4/16x16 wgrad=bf16*bf16"
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = mf.linear(x, p, None, recipe)
-    q = mf.quantize(x.bfloat16(), "nvfp4")
-    assert torch.equal(y, mf.scaled_mm(q, p.data.rowwise))
+    q = mf.tensor.quantize(x.bfloat16(), "nvfp4")
+    assert torch.equal(y, mf.tensor.scaled_mm(q, p.data.rowwise))
     with torch.inference_mode():
         assert torch.equal(mf.linear(x, p, None, recipe), mf.linear(x, w, None, recipe))
 
@@ -336,11 +336,15 @@ def test_what_is_no_codes(arguments, message):
         (lambda: mf.QuantizedTensor.from_tensor(values(), "bf16"), "got bf16"),
         (lambda: mf.QuantizedTensor.from_tensor(values()[0], "nvfp4"), "expected"),
         (lambda: mf.QuantizedTensor.from_tensor(values().double(), "nvfp4"), "float32"),
-        (lambda: mf.QuantizedTensor(mf.quantize(values(), "nvfp4"), None, torch.half), "float16"),
-        (lambda: mf.QuantizedTensor(None, mf.quantize(values(), "nvfp4")), "columnwise"),
+        (
+            lambda: mf.QuantizedTensor(mf.tensor.quantize(values(), "nvfp4"), None, torch.half),
+            "float16",
+        ),
+        (lambda: mf.QuantizedTensor(None, mf.tensor.quantize(values(), "nvfp4")), "columnwise"),
         (
             lambda: mf.QuantizedTensor(
-                mf.quantize(values(), "nvfp4"), mf.quantize(values()[:32], "nvfp4", columnwise=True)
+                mf.tensor.quantize(values(), "nvfp4"),
+                mf.tensor.quantize(values()[:32], "nvfp4", columnwise=True),
             ),
             "parts of one matrix",
         ),

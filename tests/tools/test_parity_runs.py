@@ -112,7 +112,7 @@ def test_maps_of_the_trial_are_entries_with_the_same_share(parity, tmp_path, mon
         model = parity.LossLlama(
             parity.ModelConfig.parse(trial.model, parity.VOCABULARY), trial.seq
         )
-        report = parity.quantize_(model, plan.recipe, keep=plan.spec.keep, verbose=False)
+        report = parity.quantize_(model, plan.recipe, keep=plan.spec.keep)
         left = {name for name, _ in report.skipped} & operations.keys() - {"output"}
         kept[plan.name] = sum(operations[name] for name in left)
         assert left

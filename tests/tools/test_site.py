@@ -7,36 +7,48 @@ import inspect
 import re
 from pathlib import Path
 
-import minifloat as mf
 from minifloat import cli
+
+from tests.support.public_names import public_names
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "docs" / "reference"
 
 
-def read_groups_of_table():
+def groups():
+    """Returns the text of each group of the page, by the group's title."""
+    _, *parts = re.split(r"^## ", (REFERENCE / "python.md").read_text(), flags=re.MULTILINE)
+    return dict(part.split("\n", 1) for part in parts)
+
+
+def read_table():
     """Returns the names of each row of the API table, by the row's title."""
-    table = (REFERENCE / "python.md").read_text().split("## API\n\n")[1].split("\n\n")[0]
-    rows = re.findall(r"^\| ([^|]+) \| (.*) \|$", table, re.MULTILINE)[1:]
-    return {title: re.findall(r"`(?:mf\.)?(\w+)[^`]*`", names) for title, names in rows}
+    rows = re.findall(r"^\| `?([^|`]+)`? \| (.*) \|$", groups()["API"], re.MULTILINE)[1:]
+    return {title: re.findall(r"`(?:mf\.)?([\w.]+)[^`]*`", names) for title, names in rows}
 
 
 def read_entries():
     """Returns the (kind, name) of the entries of each group, by the group's title."""
-    groups = re.split(r"^## ", (REFERENCE / "python.md").read_text(), flags=re.MULTILINE)[2:]
-    entry = re.compile(r"^\.\. auto(\w+):: (\w+)$", re.MULTILINE)
-    return {group.split("\n")[0]: entry.findall(group) for group in groups}
+    entry = re.compile(r"^\.\. auto(\w+):: ([\w.]+)$", re.MULTILINE)
+    return {
+        title: [(kind, name.removeprefix("minifloat.")) for kind, name in entry.findall(text)]
+        for title, text in groups().items()
+        if title != "API"
+    }
 
 
 def test_each_public_name_has_one_entry_of_its_kind():
-    entries = sorted(entry for group in read_entries().values() for entry in group)
-    kinds = {name: inspect.isclass(getattr(mf, name)) for name in mf.__all__}
-    assert entries == sorted(("class" if kinds[n] else "function", n) for n in kinds)
+    found = []
+    for title, entries in read_entries().items():
+        prefix = title.removeprefix("mf").lstrip(".") + "." if title.startswith("mf.") else ""
+        found += [(kind, prefix + name) for kind, name in entries]
+    kinds = {name: inspect.isclass(of) for name, of in public_names().items()}
+    assert sorted(found) == sorted(("class" if kinds[n] else "function", n) for n in kinds)
 
 
 def test_entries_are_grouped_as_in_the_table():
     entries = {title.lower(): [n for _, n in group] for title, group in read_entries().items()}
-    assert entries == {title.lower(): names for title, names in read_groups_of_table().items()}
+    assert entries == read_table()
 
 
 def test_each_header_is_on_the_page():

@@ -105,7 +105,7 @@ def check_same_as_quantize(recipe):
     converted = model(tokens)
     mf.restore_(model)
     plain = model(tokens)
-    mf.quantize_(model, recipe, filter_fqns=["output"], verbose=False)
+    mf.quantize_(model, recipe, filter_fqns=["output"])
     assert torch.equal(converted, model(tokens))
     assert not torch.equal(converted, plain)
 
@@ -174,7 +174,7 @@ def test_auto_filter_leaves_out_small_layers():
 
 # ---- Experts -------------------------------------------------------------------------------------
 def check_experts(recipe):
-    """The experts' products and their gradients are those of mf.scaled_grouped_mm."""
+    """The experts' products and their gradients are those of mf.functional.scaled_grouped_mm."""
     from minifloat._native import ops
     from torchtitan.models.moe import moe
 
@@ -183,7 +183,7 @@ def check_experts(recipe):
     with torch.no_grad():
         experts.init_weights(0.05)
     holder = torch.nn.ModuleDict({"experts": experts})
-    mf.quantize_(holder, recipe, verbose=False)
+    mf.quantize_(holder, recipe)
     # As torchtitan does where layers are compiled, after the conversion.
     moe._run_experts_grouped_mm = torch.compile(moe._run_experts_grouped_mm, fullgraph=True)
     counts = torch.tensor([5, 0, 33, 10])  # and two rows of no expert
@@ -192,7 +192,7 @@ def check_experts(recipe):
 
     def composed(x, w1, w2, w3):
         def product(rows, w):
-            return mf.scaled_grouped_mm(rows, w.transpose(-2, -1), offs, recipe)
+            return mf.functional.scaled_grouped_mm(rows, w.transpose(-2, -1), offs, recipe)
 
         h = ops.swiglu(product(x, w1), product(x, w3), ones)
         return product(h, w2)

@@ -31,7 +31,7 @@ def destroy_process_group() -> None:
     Example:
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-        >>> mf.destroy_process_group()
+        >>> mf.distributed.destroy_process_group()
         >>> dist.is_initialized()
         False
     """

@@ -219,7 +219,7 @@ def train(preset: str, device: torch.device) -> list[Tensor]:
     m, k, n = LAYER_SIZES[0]
     layer = nn.Linear(k, n, bias=False)
     layer.weight.data.copy_(draw(n, k))
-    quantize_(layer, preset, verbose=False)
+    quantize_(layer, preset)
     layer.to(device, torch.bfloat16)
     optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
     y = layer(draw(m, k).to(device, torch.bfloat16))

@@ -180,7 +180,7 @@ def time_layer(recipe: str, device: str) -> list[float]:
     x, g = torch.randn(tokens, k, **made).requires_grad_(), torch.randn(tokens, n, **made)
     layers: list[Any] = [nn.Linear(k, n, bias=False, **made) for _ in range(2)]
     if recipe != "bf16":
-        quantize_(layers[1], recipe, verbose=False)
+        quantize_(layers[1], recipe)
         layers[1].weight_codes = None  # which later micro-batches of a step would read
 
     def call(layer: nn.Module) -> None:

@@ -1,1 +1,5 @@
 """What casts do to a model's operands: mf.inspect, `minifloat inspect`, and what is not finite."""
+
+from .inspection import Inspection
+
+__all__ = ["Inspection"]

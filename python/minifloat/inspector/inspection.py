@@ -23,8 +23,8 @@ class OperandRow:
     """What one cast did to one operand of a layer.
 
     Args:
-        operand: its name, such as "x/fprop" (the op operand_names lists them); "x" of mf.errors.
-        spec: of the cast, or the name of a mf.Rule. A rule has neither codes nor scales, so what is
+        operand: its name, such as "x/fprop" (the op operand_names lists them); "x" of errors.
+        spec: of the cast, or the name of a Rule. A rule has neither codes nor scales, so what is
             said of them is NaN, and `scales` is empty.
         elements: their number.
         snr_db: 10 log10 of the sum of squares over that of the error; inf where it is exact.

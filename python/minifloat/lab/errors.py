@@ -1,6 +1,6 @@
-"""mf.errors: what casts do to a tensor, in the inspector's numbers.
+"""mf.lab.errors: what casts do to a tensor, in the inspector's numbers.
 
-The numbers of a spec are the op operand_statistics's, which casts x. For a mf.Rule the same vector
+The numbers of a spec are the op operand_statistics's, which casts x. For a Rule the same vector
 has what the op says of x itself, and the error of the rule's values.
 """
 
@@ -25,17 +25,17 @@ ANY = "mxfp8"  # a spec without a transform: all say the same of x itself
 
 @dataclass(frozen=True)
 class Errors:
-    """What mf.errors found: a row a rule.
+    """What mf.lab.errors found: a row a rule.
 
     Args:
         rows: in the order of the rules, each with `spec`, `elements`, `snr_db`, `saturated`,
             `flushed`, `zero_scales`, `channels`, `outlier_channels`, `nonfinite`, `amax` and
-            `scales`, as docs/inspector.md defines them. Of a mf.Rule `saturated` and `zero_scales`
+            `scales`, as docs/inspector.md defines them. Of a Rule `saturated` and `zero_scales`
             are NaN and `scales` is empty: its values do not tell them.
 
     Example:
         >>> _ = torch.manual_seed(0)
-        >>> found = mf.errors(torch.randn(128, 128), ["mxfp4", "nvfp4"])
+        >>> found = mf.lab.errors(torch.randn(128, 128), ["mxfp4", "nvfp4"])
         >>> [(row.spec, f"{row.snr_db:.0f} dB") for row in found.rows]
         [('mxfp4', '19 dB'), ('nvfp4', '20 dB')]
         >>> found.table().splitlines()[0][:40]
@@ -62,10 +62,10 @@ def errors(
     Args:
         x: (rows, cols) or (batch, rows, cols), float32 or bfloat16, not empty. The matrices of a
             batch are cast one by one, and their numbers are added.
-        rules: operand specs, and mf.Rule for rules in Python: one or several.
+        rules: operand specs, and mf.lab.Rule for rules in Python: one or several.
         columnwise: whether to cast the transpose, with blocks along x's rows.
-        seed, stream: of a spec's random bits, as mf.quantize takes them: the same bits are drawn. A
-            mf.Rule draws its own.
+        seed, stream: of a spec's random bits, as quantize takes them: the same bits are drawn. A
+            mf.lab.Rule draws its own.
 
     Returns:
         A row a rule, in their order. x is compared with its value as it is cast: under `+rht` and
@@ -77,7 +77,7 @@ def errors(
     Source: docs/inspector.md defines the numbers.
 
     Example:
-        >>> found = mf.errors(torch.tensor([[0.1, 0.2, 0.4, 6.0] * 8]), "mxfp4")
+        >>> found = mf.lab.errors(torch.tensor([[0.1, 0.2, 0.4, 6.0] * 8]), "mxfp4")
         >>> row = found.rows[0]
         >>> row.flushed, row.scales  # 0.1 and 0.2 became 0; the scale is 2^0
         (0.5, {0: 1})
@@ -88,7 +88,7 @@ def errors(
     each = [rules] if isinstance(rules, str) or not isinstance(rules, Iterable) else list(rules)
     each = [require_rule("errors: rules", rule) for rule in each]
     if not each:
-        raise ValueError("errors: rules: expected a spec or a mf.Rule, got none")
+        raise ValueError("errors: rules: expected a spec or a mf.lab.Rule, got none")
     require_bool("errors: columnwise", columnwise)
     require_int("errors: seed", seed)
     require_int("errors: stream", stream)

@@ -58,11 +58,11 @@ def round_to(x: Tensor, grid: str | Tensor, rounding: str = "nearest") -> Tensor
 
     Example:
         >>> x = torch.tensor([0.3, 2.5, -3.5, 100.0])
-        >>> mf.round_to(x, "e2m1")  # 2.5 and 3.5 are ties
+        >>> mf.lab.round_to(x, "e2m1")  # 2.5 and 3.5 are ties
         tensor([ 0.5000,  2.0000, -4.0000,  6.0000])
-        >>> mf.round_to(x, "e8m0", "up")
+        >>> mf.lab.round_to(x, "e8m0", "up")
         tensor([  0.5000,   4.0000,  -4.0000, 128.0000])
-        >>> mf.round_to(x, torch.arange(8.0))  # INT4
+        >>> mf.lab.round_to(x, torch.arange(8.0))  # INT4
         tensor([ 0.,  2., -4.,  7.])
     """
     x = require_tensor("round_to: x", x).detach()
@@ -135,7 +135,7 @@ def format_grid(name: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Rule:
-    """A cast as a function of blocks, for mf.fake_quantize and mf.errors.
+    """A cast as a function of blocks, for mf.lab.fake_quantize and mf.lab.errors.
 
     Args:
         function: blocks of a matrix, float32 (n, elements), one a row -> their values, of the same
@@ -151,10 +151,10 @@ class Rule:
 
     Example:
         >>> def int4(blocks):
-        ...     scale = mf.round_to(blocks.abs().amax(-1, keepdim=True) / 7, "e8m0", "up")
-        ...     return scale * mf.round_to(blocks / scale, torch.arange(8.0))
-        >>> rule = mf.Rule(int4, block=(1, 16))
-        >>> mf.fake_quantize(torch.tensor([[0.1, 0.2, 0.4, 6.0]]), rule)
+        ...     scale = mf.lab.round_to(blocks.abs().amax(-1, keepdim=True) / 7, "e8m0", "up")
+        ...     return scale * mf.lab.round_to(blocks / scale, torch.arange(8.0))
+        >>> rule = mf.lab.Rule(int4, block=(1, 16))
+        >>> mf.lab.fake_quantize(torch.tensor([[0.1, 0.2, 0.4, 6.0]]), rule)
         tensor([[0., 0., 0., 6.]])
     """
 
@@ -185,21 +185,21 @@ def fake_quantize(
     Args:
         x: (rows, cols) or (batch, rows, cols), float32 or bfloat16. The matrices of a batch are
             cast one by one.
-        rule: an operand spec: the values are mf.dequantize(mf.quantize(x, rule), x.dtype). Or a
-            mf.Rule: a rule in Python, which gets x in float32.
+        rule: an operand spec: the values are dequantize(quantize(x, rule), x.dtype). Or a
+            mf.lab.Rule: a rule in Python, which gets x in float32.
         columnwise: whether to cast the transpose, with blocks along x's rows.
-        seed, stream: of a spec's random bits, as mf.quantize takes them. A mf.Rule draws its own.
+        seed, stream: of a spec's random bits, as quantize takes them. A Rule draws its own.
 
     Returns:
         (…, rows, cols) as read. Under a spec with `+rht` or `+eden` the values stay transformed.
 
     Raises:
         TypeError, ValueError: an argument is not as expected, `x` requires a gradient under a spec
-            with a transform, or the values of a mf.Rule require one.
+            with a transform, or the values of a mf.lab.Rule require one.
 
     Example:
         >>> x = torch.tensor([[0.1, 0.2, 0.4, 6.0] * 8], requires_grad=True)
-        >>> y = mf.fake_quantize(x, "mxfp4")
+        >>> y = mf.lab.fake_quantize(x, "mxfp4")
         >>> y[0, :4]
         tensor([0.0000, 0.0000, 0.5000, 6.0000], grad_fn=<SliceBackward0>)
         >>> y.square().sum().backward()
@@ -296,5 +296,5 @@ def require_dense(function: str, x: Tensor) -> None:
 def require_rule(name: str, rule: object) -> str | Rule:
     """Returns `rule`; TypeError where it is neither a spec's text nor a Rule."""
     if not isinstance(rule, (str, Rule)):
-        raise TypeError(f"{name}: expected a spec or a mf.Rule, got {type(rule).__name__}")
+        raise TypeError(f"{name}: expected a spec or a mf.lab.Rule, got {type(rule).__name__}")
     return rule

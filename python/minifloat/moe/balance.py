@@ -1,10 +1,10 @@
 """Returns the auxiliary loss that balances experts, for the caller to add to the task's loss.
 
-    loss = task(model(x)) + mf.balance_loss(model)
+    loss = task(model(x)) + mf.moe.balance_loss(model)
     (loss / micro_batches).backward()
 
 Each training forward of a router with balance="loss" keeps its loss and the loss's graph.
-mf.balance_loss returns their sum and drops them. The balance loss is a part of the caller's loss,
+balance_loss returns their sum and drops them. The balance loss is a part of the caller's loss,
 so its gradient gets the same factors: those of micro-batches and of loss scaling.
 """
 
@@ -43,7 +43,7 @@ def balance_loss(model: nn.Module) -> Tensor:
 
     Example:
         >>> moe = mf.MoE(64, 32, experts=4, top_k=2, balance="loss", balance_loss=0.01)
-        >>> loss = moe(torch.ones(3, 64)).square().mean() + mf.balance_loss(moe)
+        >>> loss = moe(torch.ones(3, 64)).square().mean() + mf.moe.balance_loss(moe)
         >>> loss.backward()
     """
     modules = require_module("balance_loss", model).named_modules()
@@ -73,8 +73,8 @@ def require_graph(name: str, router: Router) -> None:
     if is_constant and torch.is_grad_enabled() and router.weight.requires_grad:
         raise ValueError(
             f"balance_loss: {name}: expected a forward with gradients, got one without, such as "
-            "that of checkpoint(use_reentrant=True): call mf.balance_loss within the checkpointed "
-            "function, and return its result beside the output"
+            "that of checkpoint(use_reentrant=True): call mf.moe.balance_loss within the "
+            "checkpointed function, and return its result beside the output"
         )
 
 
@@ -88,7 +88,7 @@ def unread_losses(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
     if not unread:
         return None
     return (
-        'step: expected mf.balance_loss(model) in the loss of each forward, got balance="loss" '
+        'step: expected mf.moe.balance_loss(model) in the loss of each forward, got balance="loss" '
         f"and forwards whose balance loss nobody read in {', '.join(unread)}; where a forward is "
-        "given up, call mf.balance_loss(model) and ignore its result"
+        "given up, call mf.moe.balance_loss(model) and ignore its result"
     )

@@ -9,7 +9,7 @@ Experts are balanced in one of two ways:
 
     "bias"    mf.step adds or subtracts balance_speed from each expert's bias, by the sign of the
               difference of the expert's load from the mean (arXiv 2408.15664)
-    "loss"    the caller adds mf.balance_loss, an auxiliary loss, to the task's loss (Switch
+    "loss"    the caller adds mf.moe.balance_loss, an auxiliary loss, to the task's loss (Switch
               Transformer, arXiv 2101.03961)
 
 Shape suffixes: T tokens, k slots, E experts, G groups of experts, D model width.
@@ -88,7 +88,7 @@ class Router(nn.Module):
         groups_chosen: groups that a token's experts are chosen from: those with the largest sums of
             their two best scores.
         balance: "bias", which mf.step moves by the load of all data-parallel ranks; "loss", which
-            mf.balance_loss returns after each training forward; or None.
+            mf.moe.balance_loss returns after each training forward; or None.
         balance_speed: of the bias, added or subtracted by each mf.step.
         balance_loss: factor of the auxiliary loss.
         device: of the weight.
@@ -120,7 +120,7 @@ class Router(nn.Module):
     # They are no buffers, because DistributedDataParallel replaces those by rank 0's.
     counts: Tensor
     step_counts: Tensor
-    # float32 scalar, the sum of the losses of forwards since mf.balance_loss; None: there are none.
+    # float32 scalar, the sum of the losses of forwards since balance_loss; None: there are none.
     loss: Tensor | None
 
     def __init__(

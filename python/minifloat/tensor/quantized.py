@@ -1,15 +1,15 @@
 """Casts of tensors: the Python interface of the operators.
 
-    q = mf.quantize(x, "nvfp4")              x: (rows, cols) or (batch, rows, cols), fp32 or bf16
-    q = mf.quantize(x, "nvfp4", columnwise=True)      the transpose, which is not copied first
+    q = quantize(x, "nvfp4")              x: (rows, cols) or (batch, rows, cols), fp32 or bf16
+    q = quantize(x, "nvfp4", columnwise=True)      the transpose, which is not copied first
 
 "As read" means x itself, or its transpose where columnwise is True. Codes, scales, amax and
 positions are those of the matrix as read.
 
 The rows of x may lie in groups, such as the tokens of each expert:
 
-    groups = mf.group_table(offs, x.shape[0])        offs: the end of each group
-    q = mf.quantize(x, "mxfp8", groups=groups)       groups along the rows of q
+    groups = mf.tensor.group_table(offs, x.shape[0])        offs: the end of each group
+    q = mf.tensor.quantize(x, "mxfp8", groups=groups)       groups along the rows of q
 
 Columnwise each group begins at a multiple of a unit, and the operand has L columns as read. The
 picture and the equations are in include/minifloat/core/groups.h.
@@ -50,12 +50,12 @@ class Quantized:
         spec: the canonical operand spec.
         shape: (…, rows, cols) as read; (rows, L) with groups along the contraction dimension.
         columnwise: whether the operand as read is the transpose.
-        groups: the table that mf.group_table returned; None: no groups. Codes, scales and amaxes of
+        groups: the table that group_table returned; None: no groups. Codes, scales and amaxes of
             no group are unspecified.
         group_unit: the unit of groups along the contraction dimension; 0: groups lie along rows.
 
     Example:
-        >>> q = mf.quantize(torch.full((2, 64), 6.0), "mxfp8")
+        >>> q = mf.tensor.quantize(torch.full((2, 64), 6.0), "mxfp8")
         >>> q.codes.shape, q.codes.dtype
         (torch.Size([2, 64]), torch.uint8)
         >>> q.scale
@@ -75,7 +75,7 @@ class Quantized:
     group_unit: int = 0
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Returns mf.dequantize of this operand."""
+        """Returns mf.tensor.dequantize of this operand."""
         return dequantize(self, dtype)
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -181,7 +181,7 @@ def quantize(
         origin: (row, col) of x within the matrix that x is a shard of. The codes are those that the
             whole matrix has there. Under `+sr` and `+eden` x must end within 2^32 rows and 2^36
             columns, as read, of that matrix.
-        groups: the table that mf.group_table(offs, rows) returned, for x (rows, cols). Each group
+        groups: the table that group_table(offs, rows) returned, for x (rows, cols). Each group
             is cast as a matrix of its own. Rows past the last group are not read.
         group_unit: least unit of the columns of a columnwise operand: 16, 32, 64 or 128; 0: the
             spec's own.
@@ -201,12 +201,12 @@ def quantize(
     2512.02010. `+eden`: arXiv 2601.22813.
 
     Example:
-        >>> q = mf.quantize(torch.tensor([[0.1, 0.2, 0.4, 6.0] * 8]), "mxfp8")
+        >>> q = mf.tensor.quantize(torch.tensor([[0.1, 0.2, 0.4, 6.0] * 8]), "mxfp8")
         >>> q.codes[0, :4]
         tensor([ 77,  85,  93, 124], dtype=torch.uint8)
         >>> q.scale
         tensor([[0.0156]], dtype=torch.float8_e8m0fnu)
-        >>> mf.dequantize(q)[0, :4]
+        >>> mf.tensor.dequantize(q)[0, :4]
         tensor([0.1016, 0.2031, 0.4062, 6.0000])
     """
     require_tensor("quantize: x", x)
@@ -286,8 +286,8 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     Source: docs/numerics.md, section 1.
 
     Example:
-        >>> q = mf.quantize(torch.tensor([[0.1, 0.2, 0.4, 6.0] * 8]), "mxfp4")
-        >>> mf.dequantize(q)[0, :4]
+        >>> q = mf.tensor.quantize(torch.tensor([[0.1, 0.2, 0.4, 6.0] * 8]), "mxfp4")
+        >>> mf.tensor.dequantize(q)[0, :4]
         tensor([0.0000, 0.0000, 0.5000, 6.0000])
     """
     q = require_quantized("dequantize: q", q)
@@ -318,8 +318,8 @@ def amax(
         x: (rows, cols) or (batch, rows, cols), float32 or bfloat16.
         spec: an operand spec with tensor, row or NVFP4 scaling.
         columnwise: whether the operand as read is the transpose.
-        seed, stream: those of the cast, as mf.quantize takes them, for `+eden`.
-        groups: the table that mf.group_table(offs, rows) returned, for x (rows, cols).
+        seed, stream: those of the cast, as mf.tensor.quantize takes them, for `+eden`.
+        groups: the table that mf.tensor.group_table(offs, rows) returned, for x (rows, cols).
 
     Returns:
         float32: () or (batch) of a tensor, (…, rows), as read, of rows. Of E groups: (E) of a
@@ -333,7 +333,7 @@ def amax(
 
     Example:
         >>> x = torch.tensor([[1.0, -3.0], [0.5, 2.0]])
-        >>> mf.amax(x, "e4m3/tensor"), mf.amax(x, "e4m3/row")
+        >>> mf.tensor.amax(x, "e4m3/tensor"), mf.tensor.amax(x, "e4m3/row")
         (tensor(3.), tensor([3., 2.]))
     """
     require_tensor("amax: x", x)

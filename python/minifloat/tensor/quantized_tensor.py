@@ -6,7 +6,7 @@
 Its shape is W's, and its dtype is nominal. W may be (E, N, K), a matrix for each expert with scales
 of its own. Ops are of four kinds:
 
-    minifloat.quantize      returns the codes, in the present specs only
+    mf.tensor.quantize     returns the codes, in the present specs only
     copy, move, slice       copy the codes; slices on block boundaries only
     in-place ops            run on the values, which are rounded again to nearest, in place
     other ops               run on the values
@@ -58,13 +58,13 @@ def handles(*funcs: object) -> Callable[[Handler], Handler]:
 class QuantizedTensor(MemoryOfCodes, Tensor):
     """A weight as codes and scales, for the parameter of a layer.
 
-    Build one with from_tensor, or from results of mf.quantize.
+    Build one with from_tensor, or from results of mf.tensor.quantize.
 
     Args:
         rowwise: codes of W (N, K) or (E, N, K), or None. A QuantizedTensor alone becomes a
             torch.nn.Parameter of the same memory: accelerate and others make parameters again by
             type(parameter)(value, requires_grad=…).
-        columnwise: codes of Wᵀ, from mf.quantize(W, columnwise=True), or None.
+        columnwise: codes of Wᵀ, from mf.tensor.quantize(W, columnwise=True), or None.
         dtype: the nominal dtype, float32 or bfloat16: that of dequantized values. None: bfloat16.
         requires_grad: as of any tensor.
 

@@ -64,8 +64,8 @@ def scaled_mm(
     Source: docs/numerics.md, section 9.
 
     Example:
-        >>> a, b = (mf.quantize(torch.full((n, 32), 0.5), "mxfp8") for n in (2, 3))
-        >>> mf.scaled_mm(a, b)
+        >>> a, b = (mf.tensor.quantize(torch.full((n, 32), 0.5), "mxfp8") for n in (2, 3))
+        >>> mf.tensor.scaled_mm(a, b)
         tensor([[8., 8., 8.],
                 [8., 8., 8.]], dtype=torch.bfloat16)
     """

@@ -26,7 +26,7 @@ def hadamard(
         points: 16, 32, 64 or 128.
         columnwise: whether to transform the transpose, along x's rows.
         signs: 16 bits, one a point and repeated every 16; a set bit is -1.
-        groups: the table that mf.group_table(offs, rows) returned, for x (rows, cols). Each group
+        groups: the table that group_table(offs, rows) returned, for x (rows, cols). Each group
             is transformed as a matrix of its own.
         group_unit: least unit of the columns of columnwise groups: 16, 32, 64 or 128; 0: `points`.
 
@@ -40,7 +40,7 @@ def hadamard(
     Source: docs/numerics.md, sections 6 and 10; the default signs are Transformer Engine's.
 
     Example:
-        >>> mf.hadamard(16 * torch.eye(16)[:1])[0, :4]  # an outlier is spread over 16 columns
+        >>> mf.tensor.hadamard(16 * torch.eye(16)[:1])[0, :4]  # an outlier, spread
         tensor([4., 4., 4., 4.], dtype=torch.bfloat16)
     """
     return ops.hadamard(x, points, columnwise, signs, groups=groups, group_unit=group_unit)
@@ -65,8 +65,8 @@ def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None, groups: str = "
     Source: the scale layout of cuBLAS's block-scaled products (core/swizzle.h).
 
     Example:
-        >>> scale = mf.quantize(torch.ones(256, 64), "mxfp8").scale
-        >>> scale.shape, mf.swizzle_scales(scale).shape  # padded to 128x4 tiles
+        >>> scale = mf.tensor.quantize(torch.ones(256, 64), "mxfp8").scale
+        >>> scale.shape, mf.tensor.swizzle_scales(scale).shape  # padded to 128x4 tiles
         (torch.Size([256, 2]), torch.Size([256, 4]))
     """
     return ops.swizzle_scales(scale, offs=offs, groups=groups)
@@ -75,14 +75,14 @@ def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None, groups: str = "
 def unswizzle_scales(
     swizzled: Tensor, rows: int, cols: int, *, offs: Tensor | None = None, groups: str = ""
 ) -> Tensor:
-    """Copies swizzled scales back to rows and columns, the inverse of mf.swizzle_scales.
+    """Copies swizzled scales back to rows and columns, the inverse of mf.tensor.swizzle_scales.
 
     Args:
-        swizzled: a result of mf.swizzle_scales.
+        swizzled: a result of mf.tensor.swizzle_scales.
         rows: of the scales.
         cols: of the scales.
-        offs: as mf.swizzle_scales had it.
-        groups: as mf.swizzle_scales had it.
+        offs: as mf.tensor.swizzle_scales had it.
+        groups: as mf.tensor.swizzle_scales had it.
 
     Returns:
         (rows, cols) or (batch, rows, cols), in the dtype of `swizzled`.
@@ -91,9 +91,9 @@ def unswizzle_scales(
         ValueError: an argument is not as expected.
 
     Example:
-        >>> scale = mf.quantize(torch.ones(256, 64), "mxfp8").scale
-        >>> tiles = mf.swizzle_scales(scale)
-        >>> torch.equal(mf.unswizzle_scales(tiles, rows=256, cols=2), scale)
+        >>> scale = mf.tensor.quantize(torch.ones(256, 64), "mxfp8").scale
+        >>> tiles = mf.tensor.swizzle_scales(scale)
+        >>> torch.equal(mf.tensor.unswizzle_scales(tiles, rows=256, cols=2), scale)
         True
     """
     return ops.unswizzle_scales(swizzled, rows, cols, offs=offs, groups=groups)
@@ -114,7 +114,7 @@ def transpose_codes(codes: Tensor, cols: int) -> Tensor:
 
     Example:
         >>> codes = torch.tensor([[0x21], [0x43]], dtype=torch.uint8)  # rows: codes 1, 2 and 3, 4
-        >>> [hex(byte) for byte in mf.transpose_codes(codes, cols=2).flatten().tolist()]
+        >>> [hex(byte) for byte in mf.tensor.transpose_codes(codes, cols=2).flatten().tolist()]
         ['0x31', '0x42']
     """
     return ops.transpose_codes(codes, cols)
@@ -125,7 +125,7 @@ def group_table(offs: Tensor, rows: int) -> Tensor:
 
     Group e has the rows [end_(e-1), end_e), where end_e = min(max(offs[e], end_(e-1), 0), rows) and
     end_(-1) = 0. Ends that fall, are negative or lie past the rows are thus moved to the nearest
-    legal end; under mf.check_groups(True) they are an error.
+    legal end; under mf.tensor.check_groups(True) they are an error.
 
     Args:
         offs: int32 (E), the end of each group, on the device of the matrix. At most 1,023 groups.
@@ -144,7 +144,7 @@ def group_table(offs: Tensor, rows: int) -> Tensor:
 
     Example:
         >>> offs = torch.tensor([3, 3, 8], dtype=torch.int32)  # the second group is empty
-        >>> mf.group_table(offs, rows=8)
+        >>> mf.tensor.group_table(offs, rows=8)
         tensor([[  0,   3,   3,   8],
                 [  0,  16,  32,  48],
                 [  0,  32,  64,  96],
@@ -155,7 +155,7 @@ def group_table(offs: Tensor, rows: int) -> Tensor:
 
 
 def check_groups(enabled: bool) -> bool:
-    """Chooses whether mf.group_table raises for ends that it would move. It waits for the device.
+    """Chooses whether group_table raises for ends that it would move. It waits for the device.
 
     The choice holds for the process. The error names the op and the first such group.
 
@@ -170,13 +170,13 @@ def check_groups(enabled: bool) -> bool:
 
     Example:
         >>> offs = torch.tensor([3, 9], dtype=torch.int32)
-        >>> mf.group_table(offs, rows=8)[0]
+        >>> mf.tensor.group_table(offs, rows=8)[0]
         tensor([0, 3, 8], dtype=torch.int32)
-        >>> before = mf.check_groups(True)
-        >>> mf.group_table(offs, rows=8)
+        >>> before = mf.tensor.check_groups(True)
+        >>> mf.tensor.group_table(offs, rows=8)
         Traceback (most recent call last):
         ValueError: group_table: expected ends of groups that rise from 0 to 8 at most, got 9 ...
-        >>> mf.check_groups(before)
+        >>> mf.tensor.check_groups(before)
         True
     """
     return ops.check_groups(require_bool("check_groups: enabled", enabled))

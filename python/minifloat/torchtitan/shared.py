@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..nn.convert.filters import DEFAULT_KEEP, Keep
 from ..nn.state.model_state import load_training_state, training_state
-from ..nn.state.recipe_state import DEFAULT_HISTORY, RecipeState
+from ..nn.state.recipe_state import DEFAULT_HISTORY, DelayedScaling, RecipeState
 
 KEY = "minifloat"  # in checkpoints, and in checkpoint.exclude_from_loading
 
@@ -23,15 +23,13 @@ class Minifloat:
     Args:
         recipe: of all layers, or a map from module names: "*: nvfp4; layers.31.*: bf16".
         filter_fqns: texts. A layer whose name contains one stays as it is. The text
-            "auto_filter_small_kn" leaves out small layers (see mf.auto_filter_small_kn).
+            "auto_filter_small_kn" leaves out small layers (see mf.nn.auto_filter_small_kn).
         keep: what else stays in high precision: "head", "nvfp4_paper" or "nothing", as
             mf.quantize_'s.
         gather: how FSDP2 gathers weights: "quantized", as codes where they have fewer bits than
             bf16, or "compute_dtype", as FSDP2 does by itself.
         seed: of stochastic rounding, 64 bits with sign.
-        amax_history_length: of delayed scaling, in steps.
-        amax_algorithm: of delayed scaling.
-        margin: of delayed scaling, in powers of two by which scales are enlarged.
+        amax_history_length, amax_algorithm, margin: the fields of mf.nn.DelayedScaling.
         memory: what backward computes again instead of saving: "speed", nothing, or "weights".
         fuse: whether feed-forwards are one op (docs/memory.md).
     """
@@ -55,7 +53,10 @@ def options_of(settings: Minifloat) -> dict[str, Any]:
             "minifloat: expected a recipe in the section [minifloat] (--minifloat.recipe) or among "
             "the override's keywords, got none"
         )
-    return {**asdict(settings), "verbose": False}
+    options = asdict(settings)
+    names = {"amax_history_length": "history_length", "amax_algorithm": "algorithm"}
+    rule = {names.get(key, key): options.pop(key) for key in (*names, "margin")}
+    return {**options, "delayed_scaling": DelayedScaling(**rule)}
 
 
 @dataclass(eq=False)

@@ -32,7 +32,6 @@ def built(recipe, accumulate, dtype=FP32, gather="quantized", **options):
         accumulate=accumulate,
         gather=gather,
         data_parallel_rank=0,
-        verbose=False,
     )
     return model
 

@@ -93,7 +93,7 @@ def check_payload(rank):
             ("nvfp4", "compute_dtype", [16.0, 16.0]),
         ):
             block = nn.Sequential(nn.Linear(k, n, bias=False))
-            report = mf.quantize_(block, recipe, gather=gather, verbose=False)
+            report = mf.quantize_(block, recipe, gather=gather)
             assert ("compute dtype" in report.gather["0"]) == (gather == "compute_dtype")
             assert report.gather["0"] in str(report)
             model = nn.Sequential(block)
@@ -111,7 +111,7 @@ def check_payload(rank):
 
 
 def check_one_reduction(rank):
-    """Checks mf.precompute_scales: one all-reduce for all weights, none in later gathers."""
+    """Checks precompute_scales: one all-reduce for all weights, none in later gathers."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         counted = Counted(monkeypatch)
         for recipe in ("fp8_tensorwise", "nvfp4", "fp8_blockwise", "fp8_rowwise"):
@@ -119,11 +119,7 @@ def check_one_reduction(rank):
             optimizer = torch.optim.AdamW(model.parameters())
             model(batch(0)).sum().backward()
             optimizer.step()
-            for precompute in (
-                mf.precompute_scales,
-                mf.precompute_float8_dynamic_scale_for_fsdp,
-                mf.step,
-            ):
+            for precompute in (mf.distributed.precompute_scales, mf.step):
                 counted.calls.clear()
                 precompute(model)
                 assert len(counted.take("all_reduce")) == 1, recipe

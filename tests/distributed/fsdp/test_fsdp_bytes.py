@@ -67,14 +67,14 @@ def check_gathered(recipe, shape, dtype, precompute):
     model = nn.Sequential(Block(shape), nn.Identity())
     with torch.no_grad():
         model[0].layer.weight.copy_(weight)
-    mf.quantize_(model, recipe, verbose=False)
+    mf.quantize_(model, recipe)
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     fully_shard(model[0], mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     layer = model[0].layer
     rows, cols = layer.recipe.fprop.b, layer.recipe.dgrad.b
     values = weight.to(dtype)
-    want = [mf.quantize(values, rows), mf.quantize(values, cols, columnwise=True)]
+    want = [mf.tensor.quantize(values, rows), mf.tensor.quantize(values, cols, columnwise=True)]
 
     def check(*directions):
         whole = layer.weight
@@ -97,7 +97,7 @@ def check_gathered(recipe, shape, dtype, precompute):
         y.register_hook(lambda g, read=(0, 1) if is_both else (1,): seen.append(check(*read)))
         y.sum().backward()
         if precompute:
-            mf.precompute_scales(model)
+            mf.distributed.precompute_scales(model)
     assert isinstance(layer.weight._local_tensor, ShardedWeight)
     cuts = {min(rank * -(-shape[0] // world), shape[0]) for rank in range(world)} - {shape[0]}
     points = max([1, *(int(n or 16) for n in re.findall(r"rht(\d*)", cols))])
@@ -105,7 +105,7 @@ def check_gathered(recipe, shape, dtype, precompute):
 
 
 def check_all(rank, recipes, shapes):
-    """Checks each recipe in both dtypes, with mf.precompute_scales for every second case."""
+    """Checks each recipe in both dtypes, with precompute_scales for every second case."""
     for i, recipe in enumerate(recipes):
         for j, shape in enumerate(shapes):
             is_even = (i + j + dist.get_world_size()) % 2 == 0

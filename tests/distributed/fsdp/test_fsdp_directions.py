@@ -79,7 +79,7 @@ def fully_sharded(model, **options):
 def built(recipe, wrap=WRAPPERS["kept"], kind=Block):
     torch.manual_seed(0)
     model = nn.Sequential(kind(), kind())
-    mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0, verbose=False)
+    mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0)
     return nn.Sequential(*(wrap(module) for module in model))
 
 
@@ -111,7 +111,7 @@ def check_bits(rank):
         for recipe, ((forward, backward), again) in BITS.items():
             for name, wrap in WRAPPERS.items():
                 model = nn.Sequential(nn.Sequential(nn.Linear(K, N, bias=False)))
-                mf.quantize_(model, recipe, keep="nothing", verbose=False)
+                mf.quantize_(model, recipe, keep="nothing")
                 model[0] = wrap(model[0])
                 fully_sharded(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
                 x = torch.randn(16, K, dtype=torch.bfloat16, requires_grad=True)

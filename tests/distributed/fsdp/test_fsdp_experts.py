@@ -70,7 +70,7 @@ class Model(nn.Sequential):
 def built(recipe, experts, **options):
     torch.manual_seed(experts)
     model = Model(Layer(experts, fused_w13=True), Layer(experts, fused_w13=False))
-    report = mf.quantize_(model, recipe, data_parallel_rank=0, verbose=False, **options)
+    report = mf.quantize_(model, recipe, data_parallel_rank=0, **options)
     return model, report
 
 
@@ -102,9 +102,9 @@ def wanted(weight, recipe, history):
     specs = recipe.fprop.b, recipe.dgrad.b
     active = [None if history is None else history[place, :, 0] for place in (1, 3)]
     return [
-        mf.quantize(weight, specs[i], columnwise=bool(i), amax=active[i].clone())
+        mf.tensor.quantize(weight, specs[i], columnwise=bool(i), amax=active[i].clone())
         if "delayed" in specs[i]
-        else mf.quantize(weight, specs[i], columnwise=bool(i))
+        else mf.tensor.quantize(weight, specs[i], columnwise=bool(i))
         for i in (0, 1)
     ]
 
@@ -255,7 +255,7 @@ def check_compiled(rank):
     for is_compiled in (False, True):
         torch.manual_seed(5)
         model = nn.Sequential(Layer(5, fused_w13=True), nn.Identity())
-        mf.quantize_(model, "fp8_tensorwise", verbose=False)
+        mf.quantize_(model, "fp8_tensorwise")
         sharded(model[:1], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
         fully_shard(model)
         if is_compiled:
@@ -299,7 +299,7 @@ def check_projections(rank):
         for is_sharded in (False, True):
             torch.manual_seed(2)
             block = foreign_experts.ProjectionBlock(row_major, bias=True, clamped=clamped)
-            mf.quantize_(block, "fp8_rowwise", data_parallel_rank=0, verbose=False)
+            mf.quantize_(block, "fp8_rowwise", data_parallel_rank=0)
             model = nn.Sequential(block)
             if is_sharded:
                 fully_shard(block)
@@ -325,7 +325,7 @@ def test_projections_in_either_layout():
 
 def test_the_report_says_how_weights_are_gathered():
     def sentences(model, recipe="mxfp4", **options):
-        report = mf.quantize_(model, recipe, verbose=False, **options)
+        report = mf.quantize_(model, recipe, **options)
         return {report.gather[name] for name in report.gather if "experts" in name}
 
     def moe():
@@ -385,7 +385,7 @@ def check_payload(rank):
     ):  # fmt: skip
         model = Whole(width, hidden, experts)
         if recipe != "bf16":
-            mf.quantize_(model, recipe, verbose=False)
+            mf.quantize_(model, recipe)
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
         fully_shard(model.experts, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
@@ -428,7 +428,7 @@ def check_expert_parallel(rank, local, sizes=(2, 2), kind="cpu"):
         alone = Whole(DIM, HIDDEN, ranks * local).to(device)
         model = Whole(DIM, HIDDEN, local).to(device)
         for each in (alone, model):
-            mf.quantize_(each, recipe, data_parallel_rank=0, verbose=False)
+            mf.quantize_(each, recipe, data_parallel_rank=0)
         own = {}
         for name in ("w13", "w2"):
             own[name] = getattr(alone.experts, name).detach()[first : first + local].clone()

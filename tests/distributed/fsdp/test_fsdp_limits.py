@@ -38,7 +38,7 @@ class Even(nn.Module):
 def converted(kind, recipe, **options):
     torch.manual_seed(0)
     model = kind()
-    mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0, verbose=False, **options)
+    mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0, **options)
     return model
 
 
@@ -53,10 +53,10 @@ def check_conversion_after(rank):
             model = sharded(kind())
             names = [type(module) for module in model.modules()]
             with pytest.raises(ValueError, match=rf"not sharded, got {name} after fully_shard"):
-                mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0, verbose=False)
+                mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0)
             assert [type(module) for module in model.modules()] == names
             options = {"gather": "compute_dtype", "keep": "nothing", "data_parallel_rank": 0}
-            mf.quantize_(model, recipe, verbose=False, **options)
+            mf.quantize_(model, recipe, **options)
             assert train(model, use_step=True) == train(alone, use_step=True), recipe
             assert_equal(whole(model), whole(alone), recipe)
 

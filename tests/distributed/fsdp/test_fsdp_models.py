@@ -60,7 +60,7 @@ def check_tied(rank):
     def built_tied(recipe, is_embedded):
         torch.manual_seed(0)
         model = Tied(is_embedded)
-        report = mf.quantize_(model, recipe, data_parallel_rank=0, keep="nothing", verbose=False)
+        report = mf.quantize_(model, recipe, data_parallel_rank=0, keep="nothing")
         return model, report
 
     tokens = torch.arange(40).view(5, 8)
@@ -80,7 +80,7 @@ def check_meta(rank):
     for recipe in (*RECIPES, "fp8_delayed"):
         with torch.device("meta"):
             model = Model()
-        mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0, verbose=False)
+        mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0)
         sharded(model)
         model.to_empty(device="cpu")
         alone = built(recipe)
@@ -139,7 +139,7 @@ def check_autocast(rank):
                     outputs.append(model(batch(0)))
                 outputs[-1].float().square().mean().backward()
             assert torch.equal(*outputs), recipe
-            mf.precompute_scales(models[1])
+            mf.distributed.precompute_scales(models[1])
         assert codes == [True, True], recipe
         for p, q in zip(*(model.parameters() for model in models)):
             assert torch.equal(p.grad, q.grad.full_tensor()), recipe
@@ -172,7 +172,7 @@ def check_optimizers(rank):
         for gather in ("quantized", "compute_dtype"):
             torch.manual_seed(0)
             model = Model()
-            mf.quantize_(model, "fp8_blockwise", gather=gather, verbose=False)
+            mf.quantize_(model, "fp8_blockwise", gather=gather)
             sharded(model)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
             take_step = optimizer.step
@@ -333,7 +333,7 @@ def check_differing_ranks(rank):
         ("nvfp4", (64, 96)[rank], "(96, 32)"),
     ):
         model = nn.Sequential(nn.Linear(32, width, bias=False))
-        mf.quantize_(model, recipe, verbose=False)
+        mf.quantize_(model, recipe)
         fully_shard(model)
         with pytest.raises(ValueError, match=r"rank 0 has 0: nvfp4, .* rank 1 has") as caught:
             model(torch.randn(4, 32))
@@ -351,14 +351,14 @@ def check_not_finite(rank):
                     model = nn.Sequential(nn.Linear(64, 40, bias=False))
                     with torch.no_grad():
                         model[0].weight[30, 5] = value
-                    mf.quantize_(model, recipe, data_parallel_rank=0, verbose=False)
+                    mf.quantize_(model, recipe, data_parallel_rank=0)
                     if is_sharded:
                         fully_shard(model)
                     x = torch.ones(3, 64)
                     if precompute:
                         model(x)
                         model.reshard()
-                        mf.precompute_scales(model)
+                        mf.distributed.precompute_scales(model)
                     outputs.append(model(x))
             assert outputs[0].isnan().any(), recipe
             for y in outputs[1:]:
@@ -370,7 +370,7 @@ def check_errors(rank):
     with pytest.raises(ValueError, match="restore it before fully_shard"):
         mf.restore_(model)
     with pytest.raises(ValueError, match="gather: expected one of quantized, compute_dtype"):
-        mf.quantize_(Model(), "nvfp4", gather="bf16", verbose=False)
+        mf.quantize_(Model(), "nvfp4", gather="bf16")
 
 
 def run_checks(rank, checks):

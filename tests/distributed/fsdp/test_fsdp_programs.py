@@ -21,7 +21,7 @@ def compare(rank, recipe, is_checkpointed, written):
     def build():
         torch.manual_seed(0)
         model = programs.Model()
-        mf.quantize_(model, recipe, keep="nothing", verbose=False)
+        mf.quantize_(model, recipe, keep="nothing")
         if is_checkpointed:
             for i, block in enumerate(model.blocks):
                 model.blocks[i] = checkpoint_wrapper(block)

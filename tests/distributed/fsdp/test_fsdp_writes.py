@@ -126,7 +126,7 @@ def require_current(model, what):
     alone = type(model)()
     alone.load_state_dict(whole(model))
     recipe = model.blocks[0].up.recipe
-    mf.quantize_(alone, recipe, keep="nothing", data_parallel_rank=0, verbose=False)
+    mf.quantize_(alone, recipe, keep="nothing", data_parallel_rank=0)
     assert torch.equal(model(batch(5)), alone(batch(5))), what
     model.reshard()  # the root keeps its weights whole after forward
 
@@ -160,7 +160,7 @@ def check_short(rank, folder):
     for recipe in RECIPES:
         torch.manual_seed(0)
         model = ShortHead()
-        mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0, verbose=False)
+        mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0)
         sharded(model)
         train(model, 1, use_step=True)
         for write in (write_locally, lambda m, to=f"{folder}/{recipe}": load_checkpoint(m, to)):

@@ -117,7 +117,7 @@ def check_sums(rank, kind="cpu", specs=SPECS):
                     blocks = list(model.blocks) if build is Model else [model.up]
                     for module in (*blocks, model):
                         fully_shard(module, mp_policy=policy)
-                    mf.quantize_gradients_(model, spec, seed=SEED)
+                    mf.distributed.quantize_gradients_(model, spec, seed=SEED)
                     spied = Spied(patch)
                     for step, micro_batches in ((1, 1), (2, 2)):
                         spied.calls.clear()
@@ -142,7 +142,7 @@ def check_hybrid(rank, kind="cpu"):
     mesh = init_device_mesh(kind, (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     model = sharded(Model().to(device), mesh=mesh)
-    mf.quantize_gradients_(model, seed=SEED)
+    mf.distributed.quantize_gradients_(model, seed=SEED)
     members = mesh["shard"].mesh.tolist()
     with pytest.MonkeyPatch.context() as patch:
         spied = Spied(patch)
@@ -163,7 +163,7 @@ def check_bytes(rank, kind="cpu"):
     device = device_of(rank, kind)
     for spec, most in (("e4m3/1x128+sr", 0.516), ("mxfp4+sr", 0.266), ("bf16", 1.0)):
         model = fully_shard(nn.Linear(1024, 4096).to(device))
-        mf.quantize_gradients_(model, spec)
+        mf.distributed.quantize_gradients_(model, spec)
         with pytest.MonkeyPatch.context() as patch:
             spied = Spied(patch)
             model(torch.ones(1, 1024, device=device)).sum().backward()
@@ -180,7 +180,7 @@ def grown(spec, device, steps):
     torch.manual_seed(0)
     model = sharded(Model().to(device))
     if spec is not None:
-        mf.quantize_gradients_(model, spec, seed=SEED)
+        mf.distributed.quantize_gradients_(model, spec, seed=SEED)
     return train(model, steps)
 
 
@@ -207,7 +207,7 @@ def check_resume(rank):
     """A job that goes on from a checkpoint has the weights of one that did not stop."""
     torch.manual_seed(0)
     model = sharded(Model())
-    mf.quantize_gradients_(model, seed=SEED)
+    mf.distributed.quantize_gradients_(model, seed=SEED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     saved = None
     for step in range(4):
@@ -219,7 +219,7 @@ def check_resume(rank):
     state, weights = saved
     assert state["gradients.rng"].tolist() == [SEED, 2]
     resumed = sharded(Model())
-    mf.quantize_gradients_(resumed, seed=SEED + 1)  # the loaded seed replaces it
+    mf.distributed.quantize_gradients_(resumed, seed=SEED + 1)  # the loaded seed replaces it
     resumed.load_state_dict(weights)
     mf.load_training_state(resumed, state)
     optimizer = torch.optim.SGD(resumed.parameters(), lr=0.1)
@@ -241,7 +241,7 @@ def check_order(rank):
     sums = []
     for order in ([0, 1, 2], [2, 0, 1]):
         model = sharded(Model())
-        mf.quantize_gradients_(model, seed=SEED)
+        mf.distributed.quantize_gradients_(model, seed=SEED)
         comms = [group._reduce_scatter_comm for _, _, group in sharded_modules(model)]
         found = {}
         for step in range(2):
@@ -284,7 +284,7 @@ def check_not_finite(rank, kind="cpu"):
     device = device_of(rank, kind)
     model = sharded(Model().to(device))
     for spec, at in (("e4m3/1x128+sr", slice(128, 256)), ("bf16", slice(200, 201))):
-        mf.quantize_gradients_(model, spec)
+        mf.distributed.quantize_gradients_(model, spec)
         comm = model._get_fsdp_state()._fsdp_param_group._reduce_scatter_comm
         for bad in (float("nan"), float("inf")):
             given, out = torch.ones(2 * 300, device=device), torch.empty(300, device=device)
@@ -314,32 +314,32 @@ def check_refusals(rank):
         with pytest.raises(
             ValueError, match="messages: expected .*got " + spec.replace("+", r"\+")
         ):
-            mf.quantize_gradients_(model, spec)
+            mf.distributed.quantize_gradients_(model, spec)
     for unsharded in (Model(), nn.parallel.DistributedDataParallel(Model())):
         with pytest.raises(ValueError, match="got Model without a sharded module"):
-            mf.quantize_gradients_(unsharded)
+            mf.distributed.quantize_gradients_(unsharded)
     with pytest.raises(ValueError, match=r"expected a torch\.nn\.Module, got str$"):
-        mf.quantize_gradients_("model")
+        mf.distributed.quantize_gradients_("model")
     half = sharded(Model(), mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float16))
     with pytest.raises(ValueError, match=r"got torch\.float16 in 'the model'"):
-        mf.quantize_gradients_(half)
+        mf.distributed.quantize_gradients_(half)
     custom = sharded(Model())
     custom.blocks[1].set_custom_reduce_scatter(Other())
     with pytest.raises(ValueError, match=r"in 'blocks\.1', got Other"):
-        mf.quantize_gradients_(custom)
+        mf.distributed.quantize_gradients_(custom)
     of_group = sharded(Model())
     of_group.set_allocate_memory_from_process_group_for_comm(True)
     with pytest.raises(ValueError, match="in 'the model', got ProcessGroupAllocReduceScatter"):
-        mf.quantize_gradients_(of_group)
+        mf.distributed.quantize_gradients_(of_group)
     with pytest.raises(ValueError, match="got replicate"):
-        mf.quantize_gradients_(replicate(Model(), mesh=init_device_mesh("cpu", (2,))))
+        mf.distributed.quantize_gradients_(replicate(Model(), mesh=init_device_mesh("cpu", (2,))))
     for refused in (model, half, custom):
         for _, _, group in sharded_modules(refused):
             assert not isinstance(group._reduce_scatter_comm, ReduceScatterOfCodes)
             assert not group.force_sum_reduction_for_comms
     later = Model()
     fully_shard(later.blocks[0])
-    mf.quantize_gradients_(later)
+    mf.distributed.quantize_gradients_(later)
     fully_shard(later)
     with pytest.raises(ValueError, match="got 'the model' sharded later"):
         later(batch(0)).sum().backward()
@@ -363,13 +363,13 @@ def check_arguments_of_one(rank):
         model = sharded(Model())
         right = {"model": model, "spec": "e4m3/1x128+sr", "seed": 0}
         with pytest.raises(ValueError, match=match):
-            mf.quantize_gradients_(**right | (wrong if rank else {}))
+            mf.distributed.quantize_gradients_(**right | (wrong if rank else {}))
         for _, _, group in sharded_modules(model):
             assert not isinstance(group._reduce_scatter_comm, ReduceScatterOfCodes)
-        mf.quantize_gradients_(**right)
+        mf.distributed.quantize_gradients_(**right)
         model(batch(0)).sum().backward()
     model = sharded(Model())  # a seed matters where it is drawn from
-    mf.quantize_gradients_(model, "e4m3/1x128", seed=rank)
+    mf.distributed.quantize_gradients_(model, "e4m3/1x128", seed=rank)
     later = Model()
     for block in later.blocks[rank:]:
         fully_shard(block)
@@ -377,7 +377,7 @@ def check_arguments_of_one(rank):
         ValueError,
         match=r"rank 0 has .*'blocks.0', 'blocks.1' as .*; rank 1 has .* of 'blocks.1' as",
     ):
-        mf.quantize_gradients_(later)
+        mf.distributed.quantize_gradients_(later)
 
 
 def check_parallel(rank):
@@ -387,8 +387,8 @@ def check_parallel(rank):
         parallelize_module(block, mesh["tp"], {"up": ColwiseParallel()})
     sharded(model, mesh=mesh["dp"])
     with pytest.raises(ValueError, match=r"parameters of 'blocks\.0' that tensor-parallel ranks"):
-        mf.quantize_gradients_(model)
-    mf.quantize_gradients_(model, "bf16")
+        mf.distributed.quantize_gradients_(model)
+    mf.distributed.quantize_gradients_(model, "bf16")
 
 
 def test_refusals():
@@ -402,7 +402,7 @@ def test_ranks_that_send_otherwise():
 def send_on_one_rank(rank):
     model = sharded(Model())
     if rank == 0:
-        mf.quantize_gradients_(model)
+        mf.distributed.quantize_gradients_(model)
     model(batch(0)).sum().backward()
 
 
@@ -410,7 +410,7 @@ def send_twice_on_one_rank(rank):
     model = sharded(Model())
     for calls in (1, 2 - rank):
         for _ in range(calls):
-            mf.quantize_gradients_(model)
+            mf.distributed.quantize_gradients_(model)
         model(batch(0)).sum().backward()
 
 
@@ -428,12 +428,12 @@ def test_blocks_would_span_what_tensor_parallel_ranks_share():
 def check_twice(rank):
     """A second call replaces the first, with its own count."""
     model = sharded(Model())
-    mf.quantize_gradients_(model, "e4m3/1x128+sr")
+    mf.distributed.quantize_gradients_(model, "e4m3/1x128+sr")
     model(batch(0, rank)).sum().backward()
     assert mf.training_state(model)["gradients.rng"].tolist() == [0, 1]
-    mf.quantize_gradients_(model, "mxfp8+sr", seed=3)
+    mf.distributed.quantize_gradients_(model, "mxfp8+sr", seed=3)
     assert mf.training_state(model)["gradients.rng"].tolist() == [3, 0]
-    mf.quantize_gradients_(model, "bf16")
+    mf.distributed.quantize_gradients_(model, "bf16")
     assert mf.training_state(model) == {}
     with pytest.MonkeyPatch.context() as patch:
         spied = Spied(patch)
@@ -448,7 +448,7 @@ def check_options(rank, kind="cpu"):
     offloaded = sharded(Model(), offload_policy=CPUOffloadPolicy(pin_memory=kind == "cuda"))
     offloaded.load_state_dict({k: v.cpu() for k, v in plain.state_dict().items()})
     for model in (plain, offloaded):
-        mf.quantize_gradients_(model, seed=SEED)
+        mf.distributed.quantize_gradients_(model, seed=SEED)
         model.set_gradient_divide_factor(3.0)
         with pytest.MonkeyPatch.context() as patch:
             spied = Spied(patch)

@@ -151,7 +151,7 @@ def transformer(recipe, mesh, quantized, blocks=2):
     """Shards as torchtitan does: cuts tokens between layers, gathers them for q, k, v, w1, w3."""
     torch.manual_seed(0)
     model = nn.Sequential(*(TransformerBlock() for _ in range(blocks)))
-    mf.quantize_(model, recipe, data_parallel_rank=0, verbose=False)
+    mf.quantize_(model, recipe, data_parallel_rank=0)
     style = QuantizedColwiseParallel if quantized else ColwiseParallel
     into, out = style(input_layouts=Shard(1)), RowwiseParallel(output_layouts=Shard(1))
     plan = {

@@ -106,7 +106,7 @@ def built(recipe, memory, mesh):
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
             parameter.copy_(values(i, *parameter.shape))
-    mf.quantize_(model, recipe, memory=memory, data_parallel_rank=0, verbose=False)
+    mf.quantize_(model, recipe, memory=memory, data_parallel_rank=0)
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 

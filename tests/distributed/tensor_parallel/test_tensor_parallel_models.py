@@ -61,7 +61,7 @@ def check_payload(mesh):
         ("nvfp4", [4.5, 4.5]),
     ):
         layer = nn.Sequential(nn.Linear(WIDTH, INNER))
-        mf.quantize_(layer, recipe, data_parallel_rank=0, verbose=False)
+        mf.quantize_(layer, recipe, data_parallel_rank=0)
         style = QuantizedColwiseParallel(input_layouts=Shard(1), use_local_output=False)
         parallelize_module(layer, mesh, {"0": style})
         x = values(mesh.get_local_rank(), BATCH, TOKENS, WIDTH).requires_grad_()
@@ -99,7 +99,7 @@ def check_shared_input(mesh):
             for i, parameter in enumerate(model.parameters()):
                 parameter.data.copy_(integers(i, *parameter.shape))
             model.wk.weight.requires_grad_(not is_frozen)
-            mf.quantize_(model, "mxfp8", verbose=False)
+            mf.quantize_(model, "mxfp8")
         alone, model = models
         y, dx = train_step(alone, x, torch.ones(()))
         style = QuantizedColwiseParallel(input_layouts=Shard(1))
@@ -122,7 +122,7 @@ def check_group(mesh):
         distribute_tensor(x, mesh, [Replicate()]),
         [distribute_tensor(w, mesh, [Shard(0)]) for w in ws],
     )
-    for a, b in zip(mf.linear_group(dx, dws), mf.linear_group(x, ws)):
+    for a, b in zip(mf.functional.linear_group(dx, dws), mf.functional.linear_group(x, ws)):
         assert torch.equal(a.full_tensor(), b)
 
 
@@ -184,7 +184,7 @@ def check_refusals(rank, mesh):
         mf.linear(x.to_local(), w, recipe="mxfp8")
 
     layer = nn.Sequential(nn.Linear(64, 64))
-    mf.quantize_(layer, "nvfp4", verbose=False)  # seeds differ by rank
+    mf.quantize_(layer, "nvfp4")  # seeds differ by rank
     parallelize_module(layer, mesh, {"0": ColwiseParallel()})
     with pytest.raises(ValueError, match="data_parallel_rank"):
         layer(values(1, 32, 64))
@@ -238,7 +238,7 @@ def check_converted_late(mesh):
         for i, parameter in enumerate(late.parameters()):
             parameter.copy_(integers(i, *parameter.shape))
     parallelize_module(late[0], mesh, PLANS["tensor"])
-    mf.quantize_(late, "mxfp8", verbose=False)
+    mf.quantize_(late, "mxfp8")
     assert torch.equal(late(x), built("mxfp8")(x))
 
 
@@ -259,7 +259,7 @@ def check_layers_left_out(mesh):
             plan = {"norm": SequenceParallel(), **dict.fromkeys(("wq", "wk", "wv"), style)}
             parallelize_module(late, mesh, plan)
             for model in models:
-                mf.quantize_(model, recipe or "mxfp8", verbose=False)
+                mf.quantize_(model, recipe or "mxfp8")
                 _ = recipe or mf.restore_(model)
             parallelize_module(early, mesh, plan)
             y, dx = train_step(alone, x[:batch], torch.ones(()))

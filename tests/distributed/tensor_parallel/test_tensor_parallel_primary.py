@@ -123,7 +123,7 @@ def check_training(rank):
 
 def primary(recipe):
     model = mf.restore_(built(recipe))
-    mf.quantize_(model, recipe, primary=True, data_parallel_rank=0, verbose=False)
+    mf.quantize_(model, recipe, primary=True, data_parallel_rank=0)
     return model
 
 
@@ -164,7 +164,7 @@ def check_refusals(rank):
         ("fp8_tensorwise", 65, r"as a multiple of their number, got a last shard \(32, 64\)"),
     ):
         model = nn.Sequential(nn.Linear(64, n))
-        mf.quantize_(model, recipe, primary=True, data_parallel_rank=0, verbose=False)
+        mf.quantize_(model, recipe, primary=True, data_parallel_rank=0)
         before = model[0].weight
         with pytest.raises(ValueError, match=words):
             parallelize_module(model, mesh, {"0": ColwiseParallel()})
@@ -172,7 +172,7 @@ def check_refusals(rank):
     late = nn.Sequential(Block())
     parallelize_module(late[0], mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
     with pytest.raises(ValueError, match="its weight is a DTensor"):
-        mf.quantize_(late, "mxfp8", primary=True, verbose=False)
+        mf.quantize_(late, "mxfp8", primary=True)
 
 
 def check_models(rank, folder):

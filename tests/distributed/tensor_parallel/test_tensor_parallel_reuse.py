@@ -40,7 +40,7 @@ def built(recipe, mesh=None, plan=TENSOR, reuses=True, device="cpu"):
         for i, parameter in enumerate(model.parameters()):
             parameter.copy_(values(i, *parameter.shape))
     model.to(device)
-    mf.quantize_(model, recipe, data_parallel_rank=0, verbose=False)
+    mf.quantize_(model, recipe, data_parallel_rank=0)
     if mesh is not None:
         parallelize_module(model, mesh, plan)
     return model if reuses else without_reuse(model)
@@ -210,7 +210,7 @@ def check_orders(mesh):
     late = nn.Sequential(nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, WIDTH))
     parallelize_module(late, mesh, TENSOR)
     late.load_state_dict(built("nvfp4", mesh).state_dict())
-    mf.quantize_(late, "nvfp4", data_parallel_rank=0, verbose=False)
+    mf.quantize_(late, "nvfp4", data_parallel_rank=0)
     twin, x = built("nvfp4", mesh, reuses=False), batch(1)
     with torch.no_grad():
         for _ in range(3):

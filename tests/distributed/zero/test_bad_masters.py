@@ -1,4 +1,4 @@
-"""Arguments of mf.quantize_master_weights that do not fit: one error on every rank."""
+"""Arguments of mf.distributed.quantize_master_weights that do not fit: one error on every rank."""
 
 import copy
 
@@ -18,13 +18,13 @@ from tests.support.worlds import run_world
 def weight_again(weight):
     """Returns another weight whose codes are in the memory of the first."""
     again = empty_weight((32, 48), ("nvfp4/16x16", None))
-    mf.attach_wires(again, mf.wires(weight))
+    mf.distributed.attach_wires(again, mf.distributed.wires(weight))
     return again
 
 
 def master_in_codes(weight):
     """Returns a shard of a master in the memory of the weight's codes."""
-    return mf.wires(weight)[0].view(-1).view(torch.float32)
+    return mf.distributed.wires(weight)[0].view(-1).view(torch.float32)
 
 
 BYTES = torch.zeros(768, dtype=torch.uint8)  # a fragment of the whole weight
@@ -102,17 +102,14 @@ def check_bad_input_of_one_rank(rank):
         "start_offsets": [0],
         "group": None,
     }
-    calls = mf.quantize_master_weights, mf.cast_master_weights_to_nvfp4
-    for i, (change, message) in enumerate(BAD_INPUT):
+    call = mf.distributed.quantize_master_weights
+    for change, message in BAD_INPUT:
         wrong = {n: v(weight) if callable(v) else v for n, v in change.items()} if rank else {}
-        call, before = calls[i % 2], copy.deepcopy(weight)
+        before = copy.deepcopy(weight)
         with pytest.raises(ValueError, match=message + r".*\(ranks \[1\]\)"):
             call(**right | wrong)
         assert_same_weight(weight, before)
         call(**right)
-    other = empty_weight((32, 48), ("mxfp8", None)) if rank else weight
-    with pytest.raises(ValueError, match=r"expected nvfp4 .* got mxfp8 in weight 0 \(ranks \[1"):
-        mf.cast_master_weights_to_nvfp4(**right | {"model_weights": [other]})
 
 
 def test_bad_input_of_one_rank_is_an_error_on_all():
@@ -122,9 +119,9 @@ def test_bad_input_of_one_rank_is_an_error_on_all():
 def check_gathers(rank):
     """What rank 1 alone passes to a gather is an error on both, and nothing is written."""
     weight = empty_weight((32, 48), ("nvfp4/16x16", None))
-    layout = mf.WireLayout.of([weight], 2)
-    other = mf.WireLayout.of([weight], 2, [[0, 16, 32 * 48]])
-    piece, alone = layout.new_piece(WHOLE), mf.WireLayout.of([weight], 1)
+    layout = mf.distributed.WireLayout.of([weight], 2)
+    other = mf.distributed.WireLayout.of([weight], 2, [[0, 16, 32 * 48]])
+    piece, alone = layout.new_piece(WHOLE), mf.distributed.WireLayout.of([weight], 1)
     for wrong, match in (
         ((layout, piece[1:]), r"piece: expected contiguous uint8 \(384\), got .* \(383,\) .*ranks"),
         ((layout, piece.int()), r"piece: expected contiguous .* got torch.int32 .*ranks \[1\]"),

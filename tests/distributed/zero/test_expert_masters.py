@@ -30,8 +30,8 @@ def test_each_expert_has_an_amax_of_its_own(specs):
     master[1] = 0
     master[2, 3, 5] = float("inf")
     weight = empty_weight((4, 48, 64), specs)
-    mf.quantize_master_weights([weight], [master.flatten()], [0], None)
-    mf.post_all_gather_processing([weight])
+    mf.distributed.quantize_master_weights([weight], [master.flatten()], [0], None)
+    mf.distributed.post_all_gather_processing([weight])
     assert_same_weight(weight, whole_cast(master, specs))
     for e in range(4):
         alone = whole_cast(master[e], specs)
@@ -49,14 +49,14 @@ def test_each_expert_has_an_amax_of_its_own(specs):
 def test_delayed_scaling_has_an_active_amax_an_expert():
     master, spec = master_of((3, 20, 30), 1), "e4m3/tensor+delayed"
     active = torch.tensor([0.75, 2.0, 0.25])
-    weight = mf.QuantizedTensor(mf.quantize(torch.zeros(3, 20, 30), spec, amax=active), None)
+    weight = mf.QuantizedTensor(mf.tensor.quantize(torch.zeros(3, 20, 30), spec, amax=active), None)
     weight.rowwise.amax.copy_(active)
-    mf.quantize_master_weights([weight], [master.flatten()], [0], None)
-    want = mf.quantize(master.bfloat16(), spec, amax=active)
+    mf.distributed.quantize_master_weights([weight], [master.flatten()], [0], None)
+    want = mf.tensor.quantize(master.bfloat16(), spec, amax=active)
     assert_same_weight(
         weight,
         mf.QuantizedTensor(
-            mf.Quantized(want.codes, want.scale, want.amax, want.spec, want.shape), None
+            mf.tensor.Quantized(want.codes, want.scale, want.amax, want.spec, want.shape), None
         ),
     )
     assert torch.equal(weight.rowwise.amax, master.bfloat16().abs().amax((1, 2)).float())

@@ -48,10 +48,10 @@ SHAPES = [(16, 16), (48, 96), (33, 70), (17, 31), (1, 129), (129, 1), (130, 40)]
 
 def test_delayed_scaling_casts_with_the_active_amax_and_reports_the_current_one():
     master, spec, active = master_of((20, 30), 1), "e4m3/tensor+delayed", torch.tensor(0.75)
-    weight = mf.QuantizedTensor(mf.quantize(torch.zeros(20, 30), spec, amax=active), None)
+    weight = mf.QuantizedTensor(mf.tensor.quantize(torch.zeros(20, 30), spec, amax=active), None)
     weight.rowwise.amax.copy_(active)
-    mf.quantize_master_weights([weight], [master.flatten()], [0], None)
-    want = mf.quantize(master.bfloat16(), spec, amax=active)
+    mf.distributed.quantize_master_weights([weight], [master.flatten()], [0], None)
+    want = mf.tensor.quantize(master.bfloat16(), spec, amax=active)
     assert_same_weight(weight, mf.QuantizedTensor(want, None))
     assert weight.rowwise.amax == master.bfloat16().abs().max()
 
@@ -60,8 +60,8 @@ def step_and_compare(weights, formats, seed):
     """Casts masters of `seed`; compares every weight with the cast of its whole master."""
     masters = [master_of(tuple(w.shape), seed + i) for i, w in enumerate(weights)]
     flat = [master.flatten() for master in masters]
-    mf.quantize_master_weights(weights, flat, [0] * len(weights), None)
-    mf.post_all_gather_processing(weights)
+    mf.distributed.quantize_master_weights(weights, flat, [0] * len(weights), None)
+    mf.distributed.post_all_gather_processing(weights)
     for weight, master, specs in zip(weights, masters, formats):
         assert_same_weight(weight, whole_cast(master, specs))
     return masters
@@ -78,8 +78,9 @@ def test_what_steps_keep_of_a_list_follows_its_weights():
     step_and_compare(twins, formats, 5)
     for weight, master, specs in zip(weights, masters, formats):  # copies have their memory
         assert_same_weight(weight, whole_cast(master, specs))
-    mf.attach_wires(
-        weights[1], [torch.zeros_like(flat_codes) for flat_codes in mf.wires(weights[1])]
+    mf.distributed.attach_wires(
+        weights[1],
+        [torch.zeros_like(flat_codes) for flat_codes in mf.distributed.wires(weights[1])],
     )
     step_and_compare(weights, formats, 6)
     for weight in weights:
@@ -89,7 +90,7 @@ def test_what_steps_keep_of_a_list_follows_its_weights():
     step_and_compare(weights, formats, 8)
     names = ["a", "b", "c"]
     with pytest.raises(ValueError, match="expected masters in float32 or bfloat16, got Double"):
-        mf.quantize_master_weights(
+        mf.distributed.quantize_master_weights(
             weights, [torch.zeros(1, dtype=torch.float64)] * 3, [0] * 3, None, names=names
         )
 
@@ -98,37 +99,31 @@ def test_processing_is_refused_where_it_is_needed_and_may_be_repeated():
     master = master_of((32, 48), 2)
     weight = empty_weight((32, 48), ("nvfp4/16x16", "nvfp4/16x16"))
     with pytest.raises(ValueError, match=r"manual_post_all_gather_processing=True.*nvfp4/16x16"):
-        mf.quantize_master_weights([weight], [master.flatten()], [0], None, None, False)
-    mf.quantize_master_weights([weight], [master.flatten()], [0], None)
+        mf.distributed.quantize_master_weights([weight], [master.flatten()], [0], None, None, False)
+    mf.distributed.quantize_master_weights([weight], [master.flatten()], [0], None)
     for _ in range(2):
-        mf.post_all_gather_processing([weight])
+        mf.distributed.post_all_gather_processing([weight])
         assert_same_weight(weight, whole_cast(master, weight.specs))
     rowwise = empty_weight((32, 48), ("nvfp4/16x16", None))
-    mf.quantize_master_weights([rowwise], [master.flatten()], [0], None, None, False)
+    mf.distributed.quantize_master_weights([rowwise], [master.flatten()], [0], None, None, False)
     assert_same_weight(rowwise, whole_cast(master, rowwise.specs))
-
-
-def test_nvfp4_only():
-    weight = empty_weight((32, 48), ("mxfp8", "nvfp4"))
-    with pytest.raises(ValueError, match=r"expected nvfp4 .* got mxfp8 in weight w"):
-        mf.cast_master_weights_to_nvfp4([weight], [torch.zeros(1536)], [0], None, names=["w"])
 
 
 def test_transformed_and_wrong_layouts_are_refused():
     weight = mf.QuantizedTensor.from_tensor(torch.zeros(32, 48), "nvfp4+rht")
     with pytest.raises(ValueError, match="without a transform, got nvfp4"):
-        mf.quantize_master_weights([weight], [torch.zeros(1536)], [0], None)
+        mf.distributed.quantize_master_weights([weight], [torch.zeros(1536)], [0], None)
     weight = empty_weight((32, 48), ("nvfp4/16x16", None))
     with pytest.raises(ValueError, match="rise from 0 to 1536"):
-        mf.WireLayout.of([weight], 2, [[0, 5, 1000]])
+        mf.distributed.WireLayout.of([weight], 2, [[0, 5, 1000]])
     with pytest.raises(ValueError, match="inside byte 2 before rank 1"):
-        mf.WireLayout.of([weight], 2, [[0, 5, 1536]]).byte_ranges(0)
+        mf.distributed.WireLayout.of([weight], 2, [[0, 5, 1536]]).byte_ranges(0)
 
 
 @given(st.integers(1, 9), st.integers(1, 40), st.integers(1, 40))
 def test_even_cuts_divide_no_byte_and_hold_everything(ranks, rows, cols):
     weight = empty_weight((rows, cols), ("nvfp4", None))
-    layout = mf.WireLayout.of([weight], ranks)
+    layout = mf.distributed.WireLayout.of([weight], ranks)
     (ranges,) = layout.byte_ranges(0)
     assert next(b for b, e in ranges if b < e) == 0
     assert sum(e - b for b, e in ranges) == weight.rowwise.codes.numel()
@@ -139,7 +134,7 @@ def test_even_cuts_divide_no_byte_and_hold_everything(ranks, rows, cols):
 
 def gather_in_place(layout, weights, group_size):
     for i, weight in enumerate(weights):
-        for flat_codes, ranges in zip(mf.wires(weight), layout.byte_ranges(i)):
+        for flat_codes, ranges in zip(mf.distributed.wires(weight), layout.byte_ranges(i)):
             for rank, (begin, end) in zip(range(group_size), ranges):
                 if begin < end:
                     dist.broadcast(flat_codes.view(-1)[begin:end], src=rank)
@@ -164,19 +159,21 @@ def check_shards(rank, world_size, seed, shapes=SHAPES):
                 sorted(pick.randint(0, w.numel()) for _ in range(world_size - 1)) for w in weights
             ]
             cuts = [[0, *inside, w.numel()] for inside, w in zip(inner, weights)]
-        layout = mf.WireLayout.of(weights, world_size, cuts)
+        layout = mf.distributed.WireLayout.of(weights, world_size, cuts)
         shards = layout.shards(rank)
         shard_masters = [m.flatten()[b:e] if b < e else None for m, (b, e) in zip(masters, shards)]
         starts = [b for b, _ in shards]
         if mode == "in place":
-            mf.quantize_master_weights(weights, shard_masters, starts, dist.group.WORLD)
+            mf.distributed.quantize_master_weights(weights, shard_masters, starts, dist.group.WORLD)
             gather_in_place(layout, weights, world_size)
         else:
             shard_codes = layout.new_piece(masters[0])
             fragments = layout.fragments(shard_codes, rank)
-            mf.quantize_master_weights(weights, shard_masters, starts, dist.group.WORLD, fragments)
+            mf.distributed.quantize_master_weights(
+                weights, shard_masters, starts, dist.group.WORLD, fragments
+            )
             layout.gather(shard_codes, weights, dist.group.WORLD)
-        mf.post_all_gather_processing(weights)
+        mf.distributed.post_all_gather_processing(weights)
         for got, expected in zip(weights, want):
             assert_same_weight(got, expected)
 
@@ -188,7 +185,7 @@ def test_ranks_together_have_the_bytes_of_the_whole(world_size):
 
 def refused(match, weights, masters, names=None, starts=None):
     with pytest.raises(ValueError, match=match):
-        mf.quantize_master_weights(
+        mf.distributed.quantize_master_weights(
             weights, masters, starts or [0] * len(weights), dist.group.WORLD, names=names
         )
 
@@ -217,7 +214,7 @@ def check_faults(rank):
     )
     one = slice(rank, 1)  # rank 1 has no weight
     refused(f"got {1 - rank} directions here and 0 to 1", [good][one], [whole][one])
-    mf.quantize_master_weights([], [], [], dist.group.WORLD)
+    mf.distributed.quantize_master_weights([], [], [], dist.group.WORLD)
 
     # A list that was refused once is compared again, and then agreed on.
     start = 768 * rank
@@ -225,7 +222,7 @@ def check_faults(rank):
         master = torch.arange(1536.0)
         if step == 1:
             master[700] = float("nan")  # on rank 0 alone
-        mf.quantize_master_weights(
+        mf.distributed.quantize_master_weights(
             [good], [master[start : start + 768]], [start], dist.group.WORLD, names=["w"]
         )
         is_nan = bool(good.rowwise.amax.isnan())
@@ -240,16 +237,16 @@ def test_ranks_that_differ_are_refused_by_name_and_nan_reaches_all():
 def test_a_copy_of_a_weight_has_wires_of_its_own():
     master = master_of((32, 48), 4)
     weight = empty_weight((32, 48), ("mxfp8", "nvfp4"))
-    memory = [torch.zeros_like(flat_codes) for flat_codes in mf.wires(weight)]
-    mf.attach_wires(weight, memory)
+    memory = [torch.zeros_like(flat_codes) for flat_codes in mf.distributed.wires(weight)]
+    mf.distributed.attach_wires(weight, memory)
     twin = copy.deepcopy(weight)
-    mf.quantize_master_weights([weight], [master.flatten()], [0], None)
-    mf.post_all_gather_processing([weight])
+    mf.distributed.quantize_master_weights([weight], [master.flatten()], [0], None)
+    mf.distributed.post_all_gather_processing([weight])
     assert_same_weight(weight, whole_cast(master, weight.specs))
     assert_same_weight(twin, empty_weight((32, 48), ("mxfp8", "nvfp4")))
-    assert mf.wires(weight)[0].data_ptr() == memory[0].data_ptr()
-    assert mf.wires(weight)[1].data_ptr() == memory[1].data_ptr()
-    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(mf.wires(twin), memory))
+    assert mf.distributed.wires(weight)[0].data_ptr() == memory[0].data_ptr()
+    assert mf.distributed.wires(weight)[1].data_ptr() == memory[1].data_ptr()
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(mf.distributed.wires(twin), memory))
 
 
 def check_changes_on_one(rank):
@@ -259,7 +256,7 @@ def check_changes_on_one(rank):
     weight = empty_weight((32, 48), ("mxfp8/32x32", "mxfp8/32x32"))
 
     def cast(weight, *names):
-        mf.quantize_master_weights(
+        mf.distributed.quantize_master_weights(
             [weight] * len(names), [mine] * len(names), starts * len(names), None, names=names
         )
 
@@ -313,7 +310,9 @@ def check_intervals(rank, specs):
     def cast(weight, shards):
         begin, end = shards[rank]
         held = [master.flatten()[begin:end]]
-        mf.quantize_master_weights([weight], held, [begin], dist.group.WORLD, names=["w"])
+        mf.distributed.quantize_master_weights(
+            [weight], held, [begin], dist.group.WORLD, names=["w"]
+        )
 
     for name, (wrong, message) in WRONG_SHARDS.items():
         for is_first in (True, False):

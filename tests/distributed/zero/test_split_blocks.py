@@ -45,15 +45,17 @@ def random_cuts(pick, size, ranks):
 
 def cast(rank, weights, masters, cuts, names=None):
     """Casts this rank's shards to fragments, and gathers those of all ranks."""
-    layout = mf.WireLayout.of(weights, len(cuts[0]) - 1, cuts)
+    layout = mf.distributed.WireLayout.of(weights, len(cuts[0]) - 1, cuts)
     shards = layout.shards(rank)
     held = [m.flatten()[b:e] if b < e else None for m, (b, e) in zip(masters, shards)]
     codes = layout.new_piece(masters[0])
     fragments = layout.fragments(codes, rank)
     starts = [begin for begin, _ in shards]
-    mf.quantize_master_weights(weights, held, starts, dist.group.WORLD, fragments, names=names)
+    mf.distributed.quantize_master_weights(
+        weights, held, starts, dist.group.WORLD, fragments, names=names
+    )
     layout.gather(codes, weights, dist.group.WORLD)
-    mf.post_all_gather_processing(weights)
+    mf.distributed.post_all_gather_processing(weights)
 
 
 # ---- bytes ---------------------------------------------------------------------------------------
@@ -148,7 +150,7 @@ def check_counts(rank):
     def count(specs, cuts):
         begin, end = cuts[rank], cuts[rank + 1]
         arguments = [weights[specs]], [master.flatten()[begin:end]], [begin], dist.group.WORLD
-        found = all_reduces(lambda: mf.quantize_master_weights(*arguments))
+        found = all_reduces(lambda: mf.distributed.quantize_master_weights(*arguments))
         want = whole_cast(master, specs)
         assert torch.equal(weights[specs].rowwise.scale, want.rowwise.scale)
         return found
@@ -200,7 +202,7 @@ def check_refusals(rank):
     refused("float32 or bfloat16", [weight], [mine.double()], ["w"], [begin])
     refused("within the 1536 elements", [weight], [mine], ["w"], [size - 3])
     assert all(map(torch.equal, bytes_of(weight), before))
-    mf.quantize_master_weights([weight], [mine], [begin], dist.group.WORLD, names=["w"])
+    mf.distributed.quantize_master_weights([weight], [mine], [begin], dist.group.WORLD, names=["w"])
     want = whole_cast(master.view(shape), BLOCKS)
     assert torch.equal(weight.rowwise.scale, want.rowwise.scale)
 
@@ -213,5 +215,5 @@ def test_a_process_without_ranks_needs_the_whole_weight():
     weight = empty_weight((32, 48), BLOCKS)
     before = bytes_of(weight)
     with pytest.raises(ValueError, match="reads the values of every block; expected chosen scales"):
-        mf.quantize_master_weights([weight], [torch.ones(700)], [0], None)
+        mf.distributed.quantize_master_weights([weight], [torch.ones(700)], [0], None)
     assert all(map(torch.equal, bytes_of(weight), before))

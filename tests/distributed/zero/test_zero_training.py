@@ -28,7 +28,7 @@ def build(recipe):
     layers = [nn.Linear(a, b, bias=False) for a, b in pairwise(SIZES)]
     model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2]).bfloat16()
     masters = [p.detach().float().clone() for p in model.parameters()]
-    mf.quantize_(model, recipe, primary=True, verbose=False)
+    mf.quantize_(model, recipe, primary=True)
     return model, masters
 
 
@@ -85,7 +85,7 @@ class Sharded:
 
     def __init__(self, model, masters, rank, cuts=None):
         self.weights = list(model.parameters())
-        self.layout = mf.WireLayout.of(self.weights, RANKS, cuts)
+        self.layout = mf.distributed.WireLayout.of(self.weights, RANKS, cuts)
         self.shards = self.layout.shards(rank)
         self.starts = [begin for begin, _ in self.shards]
         self.shard_masters = [m.flatten()[b:e].clone() for m, (b, e) in zip(masters, self.shards)]
@@ -93,7 +93,7 @@ class Sharded:
 
     def step(self, gradients, fragments=None):
         self.optimizer.step([g.flatten()[b:e] for g, (b, e) in zip(gradients, self.shards)])
-        mf.quantize_master_weights(
+        mf.distributed.quantize_master_weights(
             self.weights, self.shard_masters, self.starts, dist.group.WORLD, fragments
         )
 
@@ -110,12 +110,12 @@ def train_zero1(recipe, rank):
         sharded.step(gradients)
         for i, weight in enumerate(weights):  # exactly the bytes that this rank has written
             for flat_codes, ranges, fragment in zip(
-                mf.wires(weight), layout.byte_ranges(i), fragments[i]
+                mf.distributed.wires(weight), layout.byte_ranges(i), fragments[i]
             ):
                 fragment.copy_(flat_codes.view(-1)[slice(*ranges[rank])])
                 flat_codes.fill_(0xEE)
         layout.gather(shard_codes, weights, dist.group.WORLD)
-        mf.post_all_gather_processing(weights)
+        mf.distributed.post_all_gather_processing(weights)
     return losses
 
 
@@ -123,7 +123,7 @@ def drop_codes(weight):
     """Overwrites what a ZeRO-3 engine frees: codes of both directions and flat codes."""
     for part in (weight.rowwise, weight.columnwise):
         part.codes.fill_(0xEE)
-    for flat_codes in mf.wires(weight):
+    for flat_codes in mf.distributed.wires(weight):
         flat_codes.fill_(0xEE)
 
 
@@ -133,12 +133,12 @@ def train_zero3(recipe, rank):
     sharded, losses = Sharded(model, masters, rank, odd), []
     shard_codes = sharded.layout.new_piece(masters[0])
     fragments = sharded.layout.fragments(shard_codes, rank)
-    mf.quantize_master_weights(
+    mf.distributed.quantize_master_weights(
         sharded.weights, sharded.shard_masters, sharded.starts, dist.group.WORLD, fragments
     )
     for step in range(STEPS):
         sharded.layout.gather(shard_codes, sharded.weights, dist.group.WORLD)
-        mf.post_all_gather_processing(sharded.weights)
+        mf.distributed.post_all_gather_processing(sharded.weights)
         loss, gradients = forward_backward(model, step, rank)
         for weight in sharded.weights:
             drop_codes(weight)

@@ -1,4 +1,4 @@
-"""mf.quantize_gradients_ makes FSDP2's reduce-scatters send gradients as codes.
+"""mf.distributed.quantize_gradients_ makes FSDP2's reduce-scatters send gradients as codes.
 
     gradients of a rank    (world, cols): row d is the flat chunk of all parameters for rank d
     cast                   each row becomes a message for its rank: codes, then scales
@@ -45,7 +45,7 @@ class GradientCodes:
     Args:
         spec: of the codes in messages.
         state: seed and count of stochastic rounding; its rank is not used.
-        model: the argument of mf.quantize_gradients_.
+        model: the argument of mf.distributed.quantize_gradients_.
     """
 
     spec: Spec
@@ -122,7 +122,7 @@ class ReduceScatterOfCodes:
             if not isinstance(fsdp_group._reduce_scatter_comm, ReduceScatterOfCodes):
                 raise ValueError(
                     "quantize_gradients_: expected all calls of fully_shard before it, got "
-                    f"{name or 'the model'!r} sharded later; call mf.quantize_gradients_ again"
+                    f"{name or 'the model'!r} sharded later; call it again"
                 )
         self.shared.is_complete = True
 
@@ -158,10 +158,10 @@ def quantize_gradients_(model: nn.Module, spec: str = "e4m3/1x128+sr", *, seed: 
         >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         >>> model = torch.nn.Linear(64, 32)
         >>> model = fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
-        >>> mf.quantize_gradients_(model, "e4m3/1x128+sr", seed=7)  # between two ranks or more
+        >>> mf.distributed.quantize_gradients_(model, "e4m3/1x128+sr", seed=7)
         >>> mf.training_state(model)
         {'gradients.rng': tensor([7, 0])}
-        >>> mf.destroy_process_group()
+        >>> mf.distributed.destroy_process_group()
     """
     modules: list[tuple[str, FSDPModule, FSDPParamGroup]] = []
     try:
@@ -214,7 +214,7 @@ def _require_same(modules: Sequence[tuple[str, FSDPModule, FSDPParamGroup]], how
         names.setdefault(ranks, []).append(name or "the model")
     for ranks, of_ranks in names.items():
         require_same(
-            "mf.quantize_gradients_ of",
+            "mf.distributed.quantize_gradients_ of",
             f"the gradients of {', '.join(map(repr, of_ranks))} as {how}",
             ranks,
             expected=ARRIVE,

@@ -9,7 +9,7 @@ gather on, the weights of one parameter group of FSDP2 form a Batch:
 
 The native GatherBatch (torch/sharded/gather_batch.h) decides what each mode of a plan sends. Ranks
 exchange amaxes (of a tensor, of a column, of a block that two ranks hold part of) in one
-all-reduce: of all weights of a model in mf.precompute_scales, else of one batch before its cast.
+all-reduce: of all weights of a model in precompute_scales, else of one batch before its cast.
 
 A gather before forward leaves tensors that only backward reads without memory. In mode "split" it
 moves the rowwise codes, and the gather before backward moves the columnwise ones. In mode "one" the

@@ -5,7 +5,7 @@
     Linear.__setattr__                    wraps that DTensor's local tensor: wrap_sharded_weight
     FSDP2's hooks of the wrapper          ShardedWeight (weight_tensors.py)
     gather                                shards -> codes and scales -> GatheredWeights (gather.py)
-    mf.precompute_scales(model)           exchanges the amaxes of all weights in one all-reduce
+    precompute_scales(model)           exchanges the amaxes of all weights in one all-reduce
 
 FSDP2 assigns a sharded parameter through __setattr__ where a module defines one. The parameter is
 wrapped there, and not before. So without FSDP2 the layer, its parameter, its state dict and its
@@ -193,14 +193,14 @@ def precompute_scales(model: nn.Module) -> None:
         >>> layer = mf.Linear(64, 32, recipe="fp8_tensorwise")
         >>> model = fully_shard(layer, mesh=dist.init_device_mesh("cpu", (1,)))
         >>> y = model(torch.ones(2, 64))  # gathers the weight as codes
-        >>> mf.precompute_scales(model)  # after opt.step()
-        >>> mf.destroy_process_group()
+        >>> mf.distributed.precompute_scales(model)  # after opt.step()
+        >>> mf.distributed.destroy_process_group()
     """
     for group, batches in sharded_batches(model).items():
         if any([any(batch.exchanged) for batch in batches]):
             titles = [gather.title for batch in batches for gather in batch.gathers]
             require_same(
-                "mf.step or mf.precompute_scales of",
+                "mf.step or mf.distributed.precompute_scales of",
                 "; ".join(titles),
                 group,
                 expected=ALL_STEP,
@@ -210,6 +210,3 @@ def precompute_scales(model: nn.Module) -> None:
         exchange_amaxes(list(batches), list(batches.values()), BOTH_GATHERS)
         for batch, shards in batches.items():
             batch.measured = batch.state_of(shards)  # for the next gathers
-
-
-precompute_float8_dynamic_scale_for_fsdp = precompute_scales  # name in torchao

@@ -117,7 +117,7 @@ def wires(weight: QuantizedTensor) -> tuple[Tensor, ...]:
 
     Example:
         >>> weight = mf.QuantizedTensor.from_tensor(torch.ones(32, 64), "mxfp8", "mxfp8")
-        >>> rowwise, columnwise = mf.wires(weight)
+        >>> rowwise, columnwise = mf.distributed.wires(weight)
         >>> rowwise.data_ptr() == weight.rowwise.codes.data_ptr()
         True
         >>> columnwise.shape  # as W, not as its transpose
@@ -131,7 +131,7 @@ def attach_wires(weight: QuantizedTensor, memory: Sequence[Tensor]) -> None:
 
     Args:
         weight: a QuantizedTensor.
-        memory: contiguous uint8 tensors of the shapes of mf.wires(weight), on the same device, such
+        memory: contiguous uint8 tensors of the shapes of wires(weight), on the same device, such
             as views of one flat buffer.
 
     Raises:
@@ -140,7 +140,7 @@ def attach_wires(weight: QuantizedTensor, memory: Sequence[Tensor]) -> None:
     Example:
         >>> weight = mf.QuantizedTensor.from_tensor(torch.ones(32, 64), "nvfp4/16x16")
         >>> buffer = torch.empty(32 * 32, dtype=torch.uint8)  # for all weights, say
-        >>> mf.attach_wires(weight, [buffer.view(32, 32)])
+        >>> mf.distributed.attach_wires(weight, [buffer.view(32, 32)])
         >>> weight.rowwise.codes.data_ptr() == buffer.data_ptr()
         True
     """
@@ -188,7 +188,7 @@ class WireLayout:
 
     Example:
         >>> weight = mf.QuantizedTensor.from_tensor(torch.ones(32, 64), "nvfp4/16x16")
-        >>> layout = mf.WireLayout.of([weight], ranks=2)
+        >>> layout = mf.distributed.WireLayout.of([weight], ranks=2)
         >>> layout.shards(rank=1)  # flat elements
         [(1024, 2048)]
         >>> layout.new_piece(like=torch.empty(0)).shape  # bytes of a rank

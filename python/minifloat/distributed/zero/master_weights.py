@@ -1,8 +1,8 @@
 """Quantizes weights from high-precision masters that are sharded over ranks, as by ZeRO.
 
-    mf.quantize_master_weights(weights, masters, start_offsets, group)    on every rank
+    mf.distributed.quantize_master_weights(weights, masters, start_offsets, group)    on every rank
     layout.gather(shard_codes, weights, group)                            or the caller's gather
-    mf.post_all_gather_processing(weights)
+    mf.distributed.post_all_gather_processing(weights)
 
 The bytes are those of QuantizedTensor.from_tensor on the unsharded master. Ranks gather flat codes
 of the weights (flat_codes.py).
@@ -20,7 +20,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...checks import require_int, require_text
-from ...spec import Spec
 from ...tensor.quantized import require_tensor
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..handshake import meet, raise_on_all
@@ -88,7 +87,7 @@ class Agreement:
         are_new = compared is not None and compared != shards
         known = "new" if compared is None else "new shards" if are_new else "compared before"
         texts = meet(
-            "mf.quantize_master_weights of",
+            "mf.distributed.quantize_master_weights of",
             f"{title}; {known}",
             ranks,
             expected=ALL_CAST,
@@ -227,10 +226,10 @@ def quantize_master_weights(
         >>> import torch.distributed as dist
         >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         >>> weight = mf.QuantizedTensor.from_tensor(torch.zeros(32, 64), "mxfp8/32x32")
-        >>> mf.quantize_master_weights([weight], [torch.ones(32 * 64)], [0], None)
+        >>> mf.distributed.quantize_master_weights([weight], [torch.ones(32 * 64)], [0], None)
         >>> weight.dequantize()[0, :4]
         tensor([1., 1., 1., 1.])
-        >>> mf.destroy_process_group()
+        >>> mf.distributed.destroy_process_group()
     """
     with _errors_on_all(group) as ranks:
         weights = _list_of("model_weights", model_weights)
@@ -294,7 +293,7 @@ def _require_no_transposes(weights: Sequence[QuantizedTensor], plans: Sequence[W
             raise ValueError(
                 "quantize_master_weights: expected manual_post_all_gather_processing=True, got "
                 f"False: the columnwise codes of {weight!r} are transposed from gathered bytes; "
-                "call mf.post_all_gather_processing(model_weights) after the gather"
+                "call mf.distributed.post_all_gather_processing(model_weights) after the gather"
             )
 
 
@@ -319,55 +318,6 @@ def _native_casts(plans: list[WeightPlan], labels: list[str]) -> Any:
     )
 
 
-def cast_master_weights_to_nvfp4(
-    model_weights: Sequence[QuantizedTensor],
-    master_weights: Sequence[Tensor | None],
-    start_offsets: Sequence[int | None],
-    group: dist.ProcessGroup | str | None,
-    fsdp_shard_model_weights: Sequence[Fragments] | None = None,
-    manual_post_all_gather_processing: bool = True,
-    *,
-    names: Sequence[str] | None = None,
-) -> None:
-    """Casts shards of masters as quantize_master_weights does, for weights in NVFP4 alone.
-
-    Args:
-        model_weights: QuantizedTensors whose every direction is NVFP4.
-        master_weights, start_offsets, group, fsdp_shard_model_weights: see quantize_master_weights.
-        manual_post_all_gather_processing, names: see quantize_master_weights.
-
-    Raises:
-        TypeError, ValueError: a direction is not NVFP4, or as quantize_master_weights.
-
-    Example:
-        >>> import torch.distributed as dist
-        >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-        >>> weight = mf.QuantizedTensor.from_tensor(torch.zeros(32, 64), "nvfp4/16x16")
-        >>> mf.cast_master_weights_to_nvfp4([weight], [torch.ones(32 * 64)], [0], None)
-        >>> weight.dequantize()[0, :4]
-        tensor([1., 1., 1., 1.])
-        >>> mf.destroy_process_group()
-    """
-    with _errors_on_all(group):
-        weights = _list_of("model_weights", model_weights)
-        for label, weight in zip(_labels(names, weights), weights):
-            for spec in weight.specs if isinstance(weight, QuantizedTensor) else ():
-                if spec is not None and Spec.parse(spec).rule != "nvfp4":
-                    raise ValueError(
-                        "cast_master_weights_to_nvfp4: expected nvfp4 in every direction, got "
-                        f"{spec} in weight {label}"
-                    )
-    quantize_master_weights(
-        weights,
-        master_weights,
-        start_offsets,
-        group,
-        fsdp_shard_model_weights,
-        manual_post_all_gather_processing,
-        names=names,
-    )
-
-
 # ---- after the gather ----------------------------------------------------------------------------
 
 
@@ -375,7 +325,7 @@ def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None
     """Transposes gathered flat codes, and scales, into columnwise ones; may be called again.
 
     Args:
-        model_weights: QuantizedTensors whose uint8 flat codes (mf.wires) have been gathered.
+        model_weights: QuantizedTensors whose uint8 flat codes (wires) have been gathered.
 
     Raises:
         TypeError: one is no QuantizedTensor.
@@ -383,8 +333,9 @@ def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None
     Example:
         >>> x, spec = torch.zeros(32, 64), "nvfp4/16x16"
         >>> weight = mf.QuantizedTensor.from_tensor(x, spec, spec)
-        >>> codes = mf.wires(weight)[0].fill_(0x22)  # as a gather writes them: 1.0, twice a byte
-        >>> mf.post_all_gather_processing([weight])
+        >>> (codes, *_) = mf.distributed.wires(weight)
+        >>> codes = codes.fill_(0x22)  # as a gather writes them: 1.0, twice a byte
+        >>> mf.distributed.post_all_gather_processing([weight])
         >>> weight.columnwise.codes.eq(0x22).all()
         tensor(True)
     """

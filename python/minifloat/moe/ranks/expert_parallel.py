@@ -64,7 +64,7 @@ def expert_parallel(
         >>> moe = mf.expert_parallel(moe, dist.group.WORLD)
         >>> moe.experts.w1.shape  # all four, on one rank
         torch.Size([4, 32, 64])
-        >>> mf.destroy_process_group()
+        >>> mf.distributed.destroy_process_group()
     """
     require_module("expert_parallel", model)
     group = group_of("expert_parallel: mesh", mesh)

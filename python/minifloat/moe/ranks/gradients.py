@@ -1,4 +1,4 @@
-"""mf.average_expert_gradients: means of the gradients of experts that ranks divide.
+"""mf.moe.average_expert_gradients: means of the gradients of experts that ranks divide.
 
 The layer adds up an expert's gradient over the tokens of the ranks that divide the experts. Data
 parallelism takes means over all ranks of every other gradient:
@@ -60,8 +60,8 @@ def average_expert_gradients(
         >>> dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
         >>> moe = mf.expert_parallel(mf.MoE(64, 32, experts=4, top_k=2), dist.group.WORLD)
         >>> moe(torch.ones(3, 64)).mean().backward()
-        >>> mf.average_expert_gradients(moe)  # each gradient divided by the number of ranks, 1
-        >>> mf.destroy_process_group()
+        >>> mf.moe.average_expert_gradients(moe)  # each gradient divided by the number of ranks, 1
+        >>> mf.distributed.destroy_process_group()
     """
     group = None
     try:
@@ -154,7 +154,7 @@ def require_same_experts(
         ]
         parts.append(f"{parallel.name}: experts {first} to {last}, {', '.join(gradients)}")
     require_same(
-        "mf.average_expert_gradients of",
+        "mf.moe.average_expert_gradients of",
         "; ".join(parts) or "none",
         group,
         expected="average_expert_gradients: expected all {} ranks of mesh to call it, for {}",

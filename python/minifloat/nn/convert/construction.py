@@ -1,4 +1,4 @@
-"""Construction of converted layers: mf.quantized_model_init.
+"""Construction of converted layers: mf.nn.quantized_model_init.
 
 A layer is converted at the end of nn.Linear.__init__, so that memory never holds two weights in
 high precision. The method is replaced while any thread is in such a statement, and converts the
@@ -36,7 +36,7 @@ SUSPENDED = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENER
 
 
 class Statement:
-    """One `with mf.quantized_model_init(…)`.
+    """One `with mf.nn.quantized_model_init(…)`.
 
     Args:
         recipe: of its layers.
@@ -147,7 +147,7 @@ def quantized_model_init(
             precision, or the call is inside another quantized_model_init.
 
     Example:
-        >>> with mf.quantized_model_init("mxfp8_2d"):
+        >>> with mf.nn.quantized_model_init("mxfp8_2d"):
         ...     layer = torch.nn.Linear(64, 32)
         >>> layer
         Linear(in_features=64, out_features=32, bias=True, recipe='mxfp8_2d')

@@ -63,7 +63,7 @@ def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
         ValueError: the recipe has no measured thresholds.
 
     Example:
-        >>> is_large = mf.auto_filter_small_kn("fp8_rowwise")
+        >>> is_large = mf.nn.auto_filter_small_kn("fp8_rowwise")
         >>> [is_large(torch.nn.Linear(n, n, device="meta"), "wq") for n in (1024, 8192)]
         [False, True]
     """

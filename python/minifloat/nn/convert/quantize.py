@@ -7,6 +7,7 @@ ties, dtype, device and state-dict keys stay, so references to the layer remain 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import cast
@@ -35,23 +36,26 @@ from ..state.model_state import (
 )
 from ..state.random_state import hooks_of, remove_hooks
 from ..state.recipe_state import (
-    DEFAULT_HISTORY,
+    DEFAULT_DELAYED,
     RECOMPUTE,
     DelayedScaling,
     RecipeState,
     converted,
+    require_delayed_scaling,
 )
 from .fast_paths import disable_fast_paths_in, enable_fast_paths_in
 from .filters import DEFAULT_KEEP, FilterFn, Filters, Keep
 from .selection import Report, plan_gathers, require_chosen, select
 
+LOGGER = logging.getLogger("minifloat")
+
 
 def quantize_(
     model: nn.Module,
     recipe: str | Recipe | RecipeMap,
-    filter_fqns: Iterable[str] = (),
     filter_fn: FilterFn | None = None,
     *,
+    filter_fqns: Iterable[str] = (),
     keep: Keep = DEFAULT_KEEP,
     experts: Mapping[str, Iterable[str]] | None = None,
     primary: bool = False,
@@ -59,15 +63,14 @@ def quantize_(
     gather: str = QUANTIZED,
     seed: int = 0,
     data_parallel_rank: int | None = None,
-    amax_history_length: int = DEFAULT_HISTORY,
-    amax_algorithm: str = "max",
-    margin: int = 0,
+    delayed_scaling: DelayedScaling = DEFAULT_DELAYED,
     fuse: bool = False,
     memory: str = "speed",
     accumulate: str | None = None,
-    verbose: bool = True,
 ) -> Report:
     """Converts linear layers and experts in place, and reports which ones.
+
+    The report is returned, and logged by the logger "minifloat" at the level INFO.
 
     nn.Linear layers become mf.Linear. Experts are converted in mf.MoE, in modules with torchtitan's
     method _grouped_mm(self, *, A, B_t, offs), in Hugging Face's modules with gate_up_proj and
@@ -83,9 +86,9 @@ def quantize_(
     Args:
         model: its linear layers and experts have float32 or bfloat16 weights.
         recipe: one for all layers, or a map from module names: "*: nvfp4; layers.0.*: mxfp8".
-        filter_fqns: texts. A layer whose name contains one is left out. The text
-            "auto_filter_small_kn" leaves out small layers (see mf.auto_filter_small_kn).
         filter_fn: (module, name) -> whether to convert the layer.
+        filter_fqns: texts. A layer whose name contains one is left out. The text
+            "auto_filter_small_kn" leaves out small layers (see mf.nn.auto_filter_small_kn).
         keep: what else stays in high precision: "head", the layer that computes logits;
             "nvfp4_paper", the head and the last blocks; "nothing" (nn/convert/filters.py).
         experts: glob of modules' names -> names of 3D parameters, which the modules' forward
@@ -94,7 +97,7 @@ def quantize_(
             that stay frozen, or that sharded masters update (docs/zero.md). Of other updates, those
             smaller than half a step of the format are lost. Build the optimizer after this call.
             safetensors cannot save codes: call mf.restore_ before. Until this call returns, all
-            high-precision weights stay in memory, to undo a failure; mf.quantized_model_init holds
+            high-precision weights stay in memory, to undo a failure; quantized_model_init holds
             only one layer's at a time.
         keep_high_precision_init: with primary, whether to copy the initial weight to
             module.weight_high_precision_init, on the CPU; of experts, to that name after each
@@ -106,9 +109,8 @@ def quantize_(
             that have layers of equal names, need a seed each: mf.step raises an error otherwise.
         data_parallel_rank: at least 0; None: torch.distributed's rank. Ranks that share data
             (tensor or sequence parallel) need the same number.
-        amax_history_length: of delayed scaling, in steps.
-        amax_algorithm: of delayed scaling, "max" or "most_recent".
-        margin: of delayed scaling, in powers of two by which scales are enlarged.
+        delayed_scaling: how scales follow from the amaxes of earlier steps, of recipes with delayed
+            scaling.
         fuse: whether feed-forwards become one op (docs/memory.md), as an mf.MLP always does.
         memory: what backward computes again instead of saving: "speed", nothing, or "weights", the
             codes of weights (docs/memory.md gives the price).
@@ -116,7 +118,6 @@ def quantize_(
             product where the GPU's kernel can: "main_grad", the attribute main_grad of the weight,
             which the caller allocates, zeroes and reads; "grad", .grad, which is float32. None:
             autograd receives the gradient in the weight's dtype (docs/accumulation.md).
-        verbose: whether to print the report.
 
     Returns:
         The names of converted layers with their recipes, and of others with reasons.
@@ -128,7 +129,7 @@ def quantize_(
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
-        >>> report = mf.quantize_(model, "*: mxfp8; 1: bf16")
+        >>> print(mf.quantize_(model, "*: mxfp8; 1: bf16"))
         minifloat: 1 converted, 1 not; the head: none found
           + 0  mxfp8
           - 1  the recipe map says bf16
@@ -136,7 +137,7 @@ def quantize_(
         Linear(in_features=64, out_features=64, bias=True, recipe='mxfp8')
     """
     model = unwrapped(require_module("quantize_", model))
-    delayed = DelayedScaling(amax_history_length, amax_algorithm, margin)
+    require_delayed_scaling(delayed_scaling)
     require_int("seed", seed)
     if data_parallel_rank is not None:
         require_int("data_parallel_rank", data_parallel_rank, 0)
@@ -145,7 +146,6 @@ def quantize_(
     require_bool("fuse", fuse)
     require_one_of("memory", memory, RECOMPUTE)
     require_one_of("accumulate", accumulate, ACCUMULATE)
-    require_bool("verbose", verbose)
     filters = Filters(model, RecipeMap(recipe), filter_fqns, filter_fn, keep)
     selection = select(
         model, filters, expert_functions.select(model, filters, experts, primary), primary
@@ -164,7 +164,7 @@ def quantize_(
             undo.callback(revert, choice.module, dict(choice.module._parameters))
             plan = plans[choice.fqn][0]
             if isinstance(choice.module, nn.Linear):
-                layer = adopt(choice.module, choice.recipe, choice.fqn, delayed, plan)
+                layer = adopt(choice.module, choice.recipe, choice.fqn, delayed_scaling, plan)
                 if primary:
                     make_primary(layer, choice.names, choice.recipe, keep_high_precision_init)
                 new: list[RecipeState] = [layer]
@@ -174,7 +174,7 @@ def quantize_(
                     plan,
                     primary=primary,
                     keep_high_precision_init=keep_high_precision_init,
-                    delayed=delayed,
+                    delayed=delayed_scaling,
                 )
             for state in new:
                 state.recompute = RECOMPUTE[memory]
@@ -195,8 +195,7 @@ def quantize_(
     recipes = [(row, choice.recipe.text) for row, choice in rows]
     gathers = {row: plans[choice.fqn][1] for row, choice in rows}
     report = Report(recipes, selection.skipped, gathers, notes, fused, not_fused, filters.heads)
-    if verbose:
-        print(report)
+    LOGGER.info("%s", report)
     return report
 
 
@@ -218,7 +217,7 @@ def restore_(model: nn.Module) -> nn.Module:
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32))
-        >>> report = mf.quantize_(model, "mxfp8", verbose=False)
+        >>> report = mf.quantize_(model, "mxfp8")
         >>> mf.restore_(model)
         Sequential(
           (0): Linear(in_features=64, out_features=32, bias=True)

@@ -56,7 +56,7 @@ class Report:
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
-        >>> report = mf.quantize_(model, "mxfp8", filter_fqns=["1"], verbose=False)
+        >>> report = mf.quantize_(model, "mxfp8", filter_fqns=["1"])
         >>> report.converted, report.skipped
         ([('0', 'mxfp8')], [('1', "filter_fqns has '1'")])
     """

@@ -81,7 +81,7 @@ class MLP(nn.Module):
 
     Example:
         >>> mlp = mf.MLP(64, 128)
-        >>> print(mf.quantize_(mlp, "mxfp8", verbose=False))
+        >>> print(mf.quantize_(mlp, "mxfp8"))
         minifloat: 3 converted, 0 not; the head: none found
           + gate                mxfp8
           + up                  mxfp8

@@ -52,7 +52,7 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     active amax of the next step is computed from the amaxes of this step and the steps before
     (numerics.md). The balance biases of mf.MoE move by the loads of all ranks, which one all-reduce
     adds up. Under FSDP2 ranks exchange the maxima of all sharded weights, as in
-    mf.precompute_scales; nothing is cast.
+    mf.distributed.precompute_scales; nothing is cast.
 
     Ranks compare their layers first: at a model's first step, in each step that reduces anything,
     and in the step after one where a rank's layers have changed (docs/distributed.md, "Ranks agree
@@ -68,7 +68,7 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         TypeError: `model` is no module, or `group` is no process group that has this rank. Where
             there are other ranks it is a ValueError.
         ValueError: two parts of the model draw the same random bits (mf.quantize_'s seed), or
-            nobody read mf.balance_loss after a forward of layers with balance="loss"; a rank is
+            nobody read mf.moe.balance_loss after a forward of layers with balance="loss"; a rank is
             missing, or the layers of ranks differ. Every rank that calls raises it. Nothing has
             changed then.
 
@@ -154,7 +154,7 @@ def training_state(model: nn.Module) -> dict[str, Tensor]:
     Returns:
         Copies by name, the same on every data-parallel rank. "rng": int64 (seed, count), of the
         call mf.quantize_(model, …), also where `model` is a part of that model; "<name>.rng" of a
-        module that was converted alone; "gradients.rng" of mf.quantize_gradients_(model, …).
+        module that was converted alone; "gradients.rng" of quantize_gradients_(model, …).
         "<name>.amax_history": float32 (6, 1 + length), a row an operand; (6, E, 1 + length) of
         the E experts of all ranks.
 

@@ -42,19 +42,41 @@ UNSCALED = (
 
 @dataclass(frozen=True)
 class DelayedScaling:
-    """The arguments of mf.quantize_ for delayed scaling, checked."""
+    """How delayed scaling finds a scale: docs/numerics.md, section 3.
+
+    Args:
+        history_length: the steps whose amaxes are kept.
+        algorithm: which of them counts, "max" or "most_recent".
+        margin: by how many powers of two scales are enlarged.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+        >>> of_64_steps = mf.nn.DelayedScaling(history_length=64)
+        >>> report = mf.quantize_(model, "fp8_delayed", delayed_scaling=of_64_steps)
+        >>> mf.training_state(model)["0.amax_history"].shape  # a step's own amaxes, and the history
+        torch.Size([6, 65])
+    """
 
     history_length: int = DEFAULT_HISTORY
     algorithm: str = "max"
-    margin: int = 0  # powers of two
+    margin: int = 0
 
     def __post_init__(self) -> None:
-        require_int("amax_history_length", self.history_length, 1, unit="step")
-        require_one_of("amax_algorithm", self.algorithm, ("max", "most_recent"))
+        require_int("history_length", self.history_length, 1, unit="step")
+        require_one_of("algorithm", self.algorithm, ("max", "most_recent"))
         require_int("margin", self.margin, 0, MAX_MARGIN, "powers of two")
 
 
 DEFAULT_DELAYED = DelayedScaling()
+
+
+def require_delayed_scaling(value: object) -> None:
+    """Raises TypeError for what is no DelayedScaling."""
+    if not isinstance(value, DelayedScaling):
+        raise TypeError(f"delayed_scaling: expected an mf.nn.DelayedScaling, got {value!r}")
 
 
 @dataclass(frozen=True)
