@@ -101,11 +101,11 @@ class OfTokensAlone(OfAnyShape):
 
 
 KINDS = {
-    OfFloat32: "(in bfloat16)",
+    OfFloat32: "compares dtypes or devices, by x.dtype == torch.float32",
     OfSizeOfElements: "(in bfloat16)",
     OfWeightsInFloat32: "(in bfloat16, routed in float32)",
     DetachedInBfloat16: "differs from minifloat's by",
-    UnderAutocast: "(under autocast)",
+    UnderAutocast: "reads by is_autocast_enabled",
     ByDtypeUnderAutocast: "(under autocast)",
     OfOneSlot: "(of 1 slots)",
     OfThreeSlots: "(of 3 slots)",
