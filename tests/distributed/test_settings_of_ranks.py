@@ -68,8 +68,8 @@ def without_bias(is_other):
 
 
 def history_of(name, is_other):
-    prefix = "" if name == "margin" else "amax_"
-    return linears("a", **{f"{prefix}{name}": OF_HISTORIES[name]} if is_other else {})
+    rule = DelayedScaling(**{name: OF_HISTORIES[name]} if is_other else {})
+    return linears("a", delayed_scaling=rule)
 
 
 def check_settings(rank):

@@ -1,6 +1,7 @@
 """Experts of other libraries are converted where their own forward computes the same."""
 
 import copy
+import os
 from contextlib import nullcontext
 
 import minifloat as mf
@@ -318,6 +319,11 @@ class ScaledGroupedMm(GroupedMm):
         return grouped(A, B_t, offs) * 0.5
 
 
+class GroupedMmOfTheEnvironment(GroupedMm):
+    def _grouped_mm(self, *, A, B_t, offs):
+        return grouped(A, B_t, offs) * float(os.environ.get("NO_SUCH_FACTOR", "1"))
+
+
 class TorchGroupedMm(GroupedMm):
     def _grouped_mm(self, *, A, B_t, offs):
         return torch._grouped_mm(A, B_t, offs=offs)
@@ -330,6 +336,8 @@ def test_grouped_mm_methods():
     assert (
         "whose forward calls _grouped_mm, which differs from minifloat's" in skipped["experts.w1"]
     )
+    reads = "calls _grouped_mm, which reads by environ, whose changes are not seen"
+    assert GroupedMmExperts.reason_against(GroupedMmOfTheEnvironment()) == reads
 
 
 class Counted(nn.Module):

@@ -158,7 +158,7 @@ def _public_masters(rng: Random, arena: Arena) -> Call:
         masters[0] = arena.place(torch.randn(weights[0].numel() - starts[0]))
     args = {"model_weights": weights, "master_weights": masters, "start_offsets": starts}
     run = mf.distributed.quantize_master_weights
-    return Call(run, {**args, "group": ""}, {"model_weights"})
+    return Call(run, {**args, "group": None}, {"model_weights"})
 
 
 @call("mf.distributed.post_all_gather_processing")
@@ -207,7 +207,7 @@ def _quantized_tensor(rng: Random, arena: Arena) -> Call:
         w.clone().copy_(w)
         w[: w.shape[0]].t()
         mf.linear(torch.randn(2, w.shape[1]), w, None, "bf16")
-        mf.distributed.quantize_master_weights([w], [torch.ones(w.numel())], [0], "")
+        mf.distributed.quantize_master_weights([w], [torch.ones(w.numel())], [0], None)
 
     args = {"rowwise": q, "columnwise": None, "dtype": torch.float32, "requires_grad": False}
     return Call(run, args, {"rowwise", "columnwise"})
@@ -333,6 +333,7 @@ def _net() -> nn.Module:
 @call("mf.load_training_state")
 @call("mf.Report")
 @call("mf.distributed.precompute_scales")
+@call("mf.nn.DelayedScaling")
 def _convert(rng: Random, arena: Arena) -> Call:
     def run(x: Any, recipe: Any, seed: Any, length: Any, state: Any) -> None:
         model = _net()

@@ -337,7 +337,7 @@ def compare_grouped_mm(module: nn.Module) -> str | None:
     """
     method = type(module)._grouped_mm  # type: ignore[attr-defined]
     code = code_of(type(module), method, attributes=module.__dict__)
-    if (why := reason_unsafe(code)) is not None:
+    if (why := reason_unsafe(code) or unwatched_setting(module, method)) is not None:
         return f"calls _grouped_mm, which {why}"
     try:
         theirs, ours = (replica(module) for _ in range(2))
