@@ -17,6 +17,7 @@ class OfAnyShape(Foreign):
 
     def forward(self, x, index=None, weights=None):
         rows = x.reshape(-1, self.dim)
+        shape = rows.shape if index is None else x.shape  # as Llama 4's
         if index is None:
             index = torch.arange(len(rows))[:, None] // (len(rows) // self.experts)
             weights = torch.ones_like(index, dtype=x.dtype)
@@ -27,7 +28,7 @@ class OfAnyShape(Foreign):
             hidden = self.hidden(rows @ self.gate_up_proj[e].T)
             share = (scores * (index == e)).sum(-1, keepdim=True)
             y = y + (hidden @ self.down_proj[e].T) * share
-        return y.view(x.shape).to(x.dtype) * self.factor(x, index, weights)
+        return y.view(shape).to(x.dtype) * self.factor(x, index, weights)
 
 
 class OfFloat32(OfAnyShape):

@@ -163,7 +163,7 @@ def run_projections(
             floating, in any order.
 
     Returns:
-        The shape and dtype of hidden_states.
+        The shape and dtype of hidden_states; rows (T, D) without routing.
 
     Raises:
         TypeError: the other arguments are not a tensor of integers and one of floating numbers.
@@ -209,7 +209,7 @@ def multiply_projections(
             h = (h.float() * weights_M[:, None]).to(h.dtype)
             y = output.multiply(h, w2, order.offs, order.row_ids)
             y = add_slots(y, order, weighted_biases(indices, scores, b2))
-    return y.view(hidden_states.shape).to(hidden_states.dtype)
+    return y.view(x.shape if routing is None else hidden_states.shape).to(hidden_states.dtype)
 
 
 def biases_of(module: nn.Module, form: Formula) -> tuple[Tensor | None, Tensor | None]:
@@ -264,7 +264,7 @@ def expected_projections(
         return activate(module, gate_up) if gate is None else swiglu(gate_up, gate)
 
     y = expected_sum(x, matrices, biases_of(module, form), activation, indices, scores)
-    return y.view(hidden_states.shape)
+    return y if routing is None else y.view(hidden_states.shape)
 
 
 def swiglu(gate_up: Tensor, form: Gate) -> Tensor:
