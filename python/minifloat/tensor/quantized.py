@@ -8,8 +8,8 @@ positions are those of the matrix as read.
 
 The rows of x may lie in groups, such as the tokens of each expert:
 
-    groups = mf.tensor.group_table(offs, x.shape[0])        offs: the end of each group
-    q = mf.tensor.quantize(x, "mxfp8", groups=groups)       groups along the rows of q
+    groups = group_table(offs, x.shape[0])        offs: the end of each group
+    q = quantize(x, "mxfp8", groups=groups)       groups along the rows of q
 
 Columnwise each group begins at a multiple of a unit, and the operand has L columns as read. The
 picture and the equations are in include/minifloat/core/groups.h.

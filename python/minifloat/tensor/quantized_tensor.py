@@ -6,7 +6,7 @@
 Its shape is W's, and its dtype is nominal. W may be (E, N, K), a matrix for each expert with scales
 of its own. Ops are of four kinds:
 
-    mf.tensor.quantize     returns the codes, in the present specs only
+    mf.tensor.quantize      returns the codes, in the present specs only
     copy, move, slice       copy the codes; slices on block boundaries only
     in-place ops            run on the values, which are rounded again to nearest, in place
     other ops               run on the values

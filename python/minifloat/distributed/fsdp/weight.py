@@ -5,7 +5,7 @@
     Linear.__setattr__                    wraps that DTensor's local tensor: wrap_sharded_weight
     FSDP2's hooks of the wrapper          ShardedWeight (weight_tensors.py)
     gather                                shards -> codes and scales -> GatheredWeights (gather.py)
-    precompute_scales(model)           exchanges the amaxes of all weights in one all-reduce
+    precompute_scales(model)              exchanges the amaxes of all weights in one all-reduce
 
 FSDP2 assigns a sharded parameter through __setattr__ where a module defines one. The parameter is
 wrapped there, and not before. So without FSDP2 the layer, its parameter, its state dict and its

@@ -18,7 +18,7 @@ from torch import nn
 from ...nn.convert.reads import contents_of
 
 INTERFACE = "transformers.integrations.moe"
-IMPLEMENTATION = "_experts_implementation"  # in a config
+GATE = "_apply_gate"  # a method that a conversion calls in place of act_fn
 OWN = ("transformers", "minifloat")
 
 
@@ -39,7 +39,7 @@ def own_forward(module: nn.Module) -> Callable[..., object]:
 
 def code_starts(module: nn.Module) -> tuple[Callable[..., object], ...]:
     """Returns the functions of a class that its conversion replaces or calls."""
-    gate = getattr(class_of(module), "_apply_gate", None)
+    gate = getattr(class_of(module), GATE, None)
     return (own_forward(module), *([gate] if callable(gate) else []))
 
 
@@ -73,7 +73,7 @@ def reason_of_choice(module: nn.Module) -> str | None:
 
 def reason_of_implementation(module: Any) -> str | None:
     """Returns why the implementation that a model of transformers chooses now is another one's."""
-    name = getattr(module.config, IMPLEMENTATION, None)
+    name = getattr(module.config, "_experts_implementation", None)
     chosen = sys.modules[INTERFACE].ALL_EXPERTS_FUNCTIONS.get(name)
     if chosen is None or is_own(chosen):
         return None

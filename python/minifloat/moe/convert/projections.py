@@ -40,6 +40,7 @@ from ..feed_forward import (
 from .calls import PROJECTION_CALLS
 from .converted import Converted
 from .implementations import (
+    GATE,
     INTERFACE,
     code_starts,
     is_dispatched,
@@ -48,7 +49,7 @@ from .implementations import (
 )
 from .known import ACTIVATIONS, CLAMPED, known_digest
 from .same_forward import compare_forward, expected_sum
-from .settings import GATE, read_settings, require_settings
+from .settings import read_settings, require_settings
 
 NAMES = ("gate_up_proj", "down_proj")
 IMPLEMENTATION = "minifloat"  # among transformers' implementations of experts

@@ -45,11 +45,10 @@ from ...nn.convert.reads import (
     text_of,
 )
 from ...nn.fuse.views import handles_exceptions
-from .implementations import class_of
+from .implementations import GATE, class_of
 
 SETTINGS = "_settings"  # attribute of a converted module
 ACTIVATION = "act_fn"  # a child that the conversion calls as the module's own forward does
-GATE = "_apply_gate"  # a method that the conversion calls in place of act_fn
 # The mode, and which of several implementations of one computation runs.
 NOT_SETTINGS = {"training", "forward", "__class__", "use_grouped_mm"}
 # Functions that torchtitan replaces by compiled ones, of the same code, after a conversion.
@@ -75,20 +74,24 @@ def read_settings(module: nn.Module, *replaced: Callable[..., object]) -> Reads:
         module: the module, converted or not.
         replaced: the functions.
     """
-    return settings_of(module, *replaced).reads()
+    return settings_of(module, code_of_functions(module, *replaced)).reads()
 
 
 def unwatched_setting(module: nn.Module, *replaced: Callable[..., object]) -> str | None:
     """Returns why a later change of what functions read could not be seen; None where it is."""
-    why = reason_unwatched(code_of(class_of(module), *replaced, attributes=module.__dict__))
-    return why or settings_of(module, *replaced).unwatched
+    code = code_of_functions(module, *replaced)
+    return reason_unwatched(code) or settings_of(module, code).unwatched
 
 
-def settings_of(module: nn.Module, *replaced: Callable[..., object]) -> Settings:
-    """Follows what functions of a module's class read."""
+def code_of_functions(module: nn.Module, *functions: Callable[..., object]) -> Code:
+    """Returns what functions of a module's class, before a conversion, reach."""
+    return code_of(class_of(module), *functions, attributes=module.__dict__)
+
+
+def settings_of(module: nn.Module, code: Code) -> Settings:
+    """Follows what the code of functions of a module's class reads."""
     cls = class_of(module)
     settings = Settings(module, cls)
-    code = code_of(cls, *replaced, attributes=module.__dict__)
     names = settings.note_code(code)
     for name in dir(cls):
         method = inspect.getattr_static(cls, name, None)
@@ -107,6 +110,10 @@ class Settings(Record):
         super().__init__(module, cls, snapshot)
         self.seen: dict[tuple[int, Names | None], object] = {(id(module), None): module}
         self.unwatched: str | None = None  # what the code could read whose changes are not seen
+
+    def leave_out(self, why: str) -> None:
+        """Notes the first read whose later changes are not seen."""
+        self.unwatched = self.unwatched or why
 
     def is_new(self, value: object, names: Names | None = None) -> bool:
         """Tells whether a value is seen for the first time, by code with these names."""
@@ -139,17 +146,11 @@ class Settings(Record):
             if value is MISSING:
                 continue
             if not is_watched(value):
-                self.unwatched = (
-                    self.unwatched
-                    or f"reads {type(value).__name__} objects, whose changes are not seen"
-                )
+                self.leave_out(f"reads {type(value).__name__} objects, whose changes are not seen")
             if isinstance(value, WHOLE):
                 continue
             if depth > DEPTH:
-                self.unwatched = (
-                    self.unwatched
-                    or f"reads attributes that are nested deeper than {DEPTH} objects"
-                )
+                self.leave_out(f"reads attributes that are nested deeper than {DEPTH} objects")
                 continue
             if isinstance(value, nn.Module):
                 self.note_called(value, depth, is_called=False)
@@ -176,9 +177,7 @@ class Settings(Record):
                 self.member(owner, name)
             elif is_followed(value if callable(value) else type(value)):
                 kind = type(owner).__name__
-                self.unwatched = (
-                    self.unwatched or f"reads {name} of a {kind}, which each read makes anew"
-                )
+                self.leave_out(f"reads {name} of a {kind}, which each read makes anew")
 
     def note_module(self, module: nn.Module, cls: type, names: Names, depth: int) -> None:
         """Records attributes and children of a module, and members of its class."""
