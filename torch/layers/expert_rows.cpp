@@ -6,10 +6,8 @@
 #include <utility>
 
 #include "layers/layer_operands.h"
-#include "minifloat/core/hadamard.h"
 #include "ops/checks.h"
 #include "ops/direct.h"
-#include "ops/expert_inputs.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -63,22 +61,6 @@ bool read_one_cast(const std::vector<const PreparedRecipe*>& recipes, Place plac
   return is_one;
 }
 
-// Undoes the randomised Hadamard transform of rows (M, whole transforms), fp32. It multiplies by
-// signs and then by a symmetric orthogonal matrix.
-Tensor without_transform(const Tensor& rows, std::int64_t points) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, std::int64_t, bool, std::int64_t, const std::optional<Tensor>&,
-                     std::int64_t)>("minifloat::hadamard");
-  const Tensor bits = at::arange(points, rows.options().dtype(at::kLong)).remainder(16);
-  const Tensor negated =
-      at::bitwise_right_shift(
-          at::full({points}, static_cast<std::int64_t>(kHadamardSigns), bits.options()), bits)
-          .bitwise_and(1);
-  const Tensor signs = at::rsub(negated * 2, 1);
-  return op.call(rows, points, false, /*signs=*/0, std::nullopt, 0) *
-         signs.repeat_symint({rows.sym_size(1) / points});
-}
-
 }  // namespace
 
 Tensor RowOrder::tokens() const { return pairs.floor_divide(c10::Scalar(slots())); }
@@ -128,13 +110,9 @@ std::vector<Tensor> as_operands(const QuantizedOperand& rowwise) {
 
 Tensor values_of(const Spec& spec, const QuantizedOperand& rows, const SymInt& cols,
                  const Tensor& table, at::ScalarType dtype) {
-  static const auto op =
-      find_op<Tensor(const Tensor&, const Tensor&, const Tensor&, const std::string&, SymInt,
-                     at::ScalarType, const std::optional<Tensor>&, std::int64_t)>(
-          "minifloat::dequantize");
-  Tensor values = op.call(rows.codes, rows.scale, rows.amax, spec.str(), cols,
-                          spec.transform ? at::kFloat : at::kBFloat16, table, 0);
-  if (spec.transform) values = without_transform(values, spec.transform).narrow_symint(1, 0, cols);
+  Tensor values =
+      dequantize(rows, spec.str(), cols, spec.transform ? at::kFloat : at::kBFloat16, table);
+  if (spec.transform) values = inverse_hadamard(values, spec.transform).narrow_symint(1, 0, cols);
   return to_dtype(to_dtype(values, at::kBFloat16), dtype);
 }
 

@@ -26,7 +26,7 @@
 #include "layers/read_again.h"
 #include "ops/bridge.h"
 #include "ops/experts.h"
-#include "ops/tangents.h"
+#include "ops/op.h"
 
 namespace minifloat {
 namespace {

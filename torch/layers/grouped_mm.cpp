@@ -21,8 +21,8 @@
 #include "layers/read_again.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
+#include "ops/op.h"
 #include "ops/ops.h"
-#include "ops/tangents.h"
 
 namespace minifloat {
 namespace {

@@ -25,7 +25,7 @@
 #include "layers/read_again.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
-#include "ops/tangents.h"
+#include "ops/op.h"
 
 namespace minifloat {
 namespace {

@@ -20,7 +20,7 @@
 #include "layers/layer_call.h"
 #include "layers/mlp.h"
 #include "ops/bridge.h"
-#include "ops/tangents.h"
+#include "ops/op.h"
 
 namespace minifloat {
 namespace {

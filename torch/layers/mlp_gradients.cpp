@@ -1,7 +1,6 @@
 #include "layers/mlp.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
 #include <array>
@@ -11,25 +10,6 @@ namespace {
 
 bool is_bf16(const PreparedRecipe& prepared, const Needed& operand) {
   return operand.is_needed && prepared.specs[operand.place].is_bf16();
-}
-
-Tensor values_of(const Gates& gates, const std::string& activation) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("minifloat::activation", "")
-          .typed<Tensor(const Tensor&, const std::optional<Tensor>&, const std::string&)>();
-  return op.call(gates.gate, gates.up, activation);
-}
-
-std::array<Tensor, 2> gradient_values(const Tensor& dh, const Gates& gates,
-                                      const std::string& activation) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("minifloat::activation_backward", "")
-          .typed<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&,
-                                            const std::optional<Tensor>&, const std::string&)>();
-  auto [d_gate, d_up] = op.call(dh, gates.gate, gates.up, activation);
-  return {std::move(d_gate), std::move(d_up)};
 }
 
 // A gradient as both products read it.
@@ -202,7 +182,8 @@ class Backward {
                          r_.output.state_of(0))
                   .second;
     if (!dh.defined()) return out;
-    const std::array<Tensor, 2> d = gradient_values(dh, gates_, r_.activation);
+    const auto [d_gate, d_up] = activation_backward(dh, gates_.of(r_.activation));
+    const std::array<Tensor, 2> d = {d_gate, d_up};
     for (std::size_t i = 0; i < r_.inputs.product_dtypes.size(); ++i)
       out.gates.push_back(
           {d[i], quantize_both(prepared_, d[i], gate_row(), gate_col(), r_.inputs.state_of(i))});
@@ -225,7 +206,7 @@ Directions quantize_h(const PreparedRecipe& prepared, const Gates& gates,
                       const std::string& activation, const Needed& row, const Needed& col,
                       ModuleState state) {
   if (is_bf16(prepared, row) || is_bf16(prepared, col))
-    return quantize_both(prepared, values_of(gates, activation), row, col, state);
+    return quantize_both(prepared, torch_ops::activation(gates.of(activation)), row, col, state);
   state.cast = [&](const std::string& r, const std::string& c, const QuantizeOptions& options) {
     return quantize_activation(gates.of(activation), r, c, options);
   };

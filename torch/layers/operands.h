@@ -57,9 +57,6 @@ struct Needed {
   bool recomputed = false;
 };
 
-// The rowwise and the columnwise operand.
-using Directions = std::pair<QuantizedOperand, QuantizedOperand>;
-
 // The state of one module that its operands depend on besides their values.
 struct ModuleState {
   Tensor rng;                          // undefined: nothing is stochastic

@@ -3,8 +3,6 @@
 #include "ops/activation.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include <tuple>
 #include <vector>
@@ -14,8 +12,8 @@
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/kernels.h"
+#include "ops/op.h"
 #include "ops/outputs.h"
-#include "ops/tangents.h"
 
 namespace minifloat {
 namespace {
@@ -26,6 +24,7 @@ using torch_ops::ActivationArguments;
 using torch_ops::ActivationInputs;
 using torch_ops::CastOfComputed;
 using torch_ops::check_activation;
+using torch_ops::Directions;
 using torch_ops::EightTensors;
 using torch_ops::empty_like_gate;
 using torch_ops::GradientCasts;
@@ -34,7 +33,6 @@ using torch_ops::QuantizedGradients;
 using torch_ops::QuantizedOperand;
 using torch_ops::QuantizeOptions;
 using MaybeTensor = std::optional<Tensor>;
-using Operands = std::pair<QuantizedOperand, QuantizedOperand>;
 
 Tensor activation_meta(const Tensor& gate, const MaybeTensor& up, const std::string& activation) {
   check_activation("activation", {gate, up, activation}, nullptr, false);
@@ -74,8 +72,8 @@ std::tuple<Tensor, Tensor> backward_kernel(const Tensor& dh, const Tensor& gate,
 constexpr const char* kForward = "quantize_activation";
 constexpr const char* kBackward = "quantize_activation_backward";
 
-Operands cast_h(const ActivationArguments& a, const std::string& row, const std::string& col,
-                const QuantizeOptions& options, bool shares_memory) {
+Directions cast_h(const ActivationArguments& a, const std::string& row, const std::string& col,
+                  const QuantizeOptions& options, bool shares_memory) {
   check_activation(kForward, a, nullptr, true);
   const ActivationInputs in = inputs_of(kForward, a);
   const CastOfComputed cast = [&](const Operand* to_row, const Operand* to_col, const GroupTable&,
@@ -103,8 +101,8 @@ class BackwardCast {
   }
 
  private:
-  Operands direct_quantize(const std::string& row, const std::string& col,
-                           const QuantizeOptions& options, const CastOfComputed& cast) const {
+  Directions direct_quantize(const std::string& row, const std::string& col,
+                             const QuantizeOptions& options, const CastOfComputed& cast) const {
     return torch_ops::direct_quantize(in_.gate, row, col, options, &cast, shares_memory_);
   }
   void cast_up() {
@@ -151,7 +149,7 @@ QuantizedGradients cast_gradients(const Tensor& dh, const ActivationArguments& a
 
 // The ops, with real tensors or on the Meta device.
 template <bool kIsMeta>
-EightTensors quantize_activation_op(const Tensor& gate, const MaybeTensor& up,
+EightTensors quantize_activation_as(const Tensor& gate, const MaybeTensor& up,
                                     const std::string& activation, const std::string& row,
                                     const std::string& col, const MaybeTensor& amax_row,
                                     const MaybeTensor& amax_col, const MaybeTensor& rng,
@@ -162,7 +160,7 @@ EightTensors quantize_activation_op(const Tensor& gate, const MaybeTensor& up,
   QuantizeOptions options = torch_ops::options_of(kForward, amax_row, amax_col, rng, stream_row,
                                                   stream_col, origin, decoded_row, decoded_col);
   options.fp8_row = fp8_row, options.fp8_col = fp8_col;
-  Operands out;
+  Directions out;
   if constexpr (kIsMeta) {
     check_activation(kForward, a, nullptr, true);
     out = torch_ops::quantize(gate, row, col, options);
@@ -183,7 +181,7 @@ QuantizedGradients meta_gradients(const Tensor& dh, const ActivationArguments& a
 }
 
 template <bool kIsMeta>
-std::vector<Tensor> quantize_activation_backward_op(
+std::vector<Tensor> quantize_activation_backward_as(
     const Tensor& dh, const Tensor& gate, const MaybeTensor& up, const std::string& activation,
     const std::string& row, const std::string& col, const std::string& h_col,
     const MaybeTensor& gate_amax_row, const MaybeTensor& gate_amax_col,
@@ -232,12 +230,18 @@ std::vector<Tensor> quantize_activation_backward_op(
   return list;
 }
 
-void register_activations(torch::Library& m) {
-  m.impl("activation", activation_kernel);
-  m.impl("activation_backward", backward_kernel);
-  m.impl("quantize_activation", quantize_activation_op<false>);
-  m.impl("quantize_activation_backward", quantize_activation_backward_op<false>);
-}
+// A backward pass through the ops alone raises.
+const torch_ops::Op activation_op("activation", activation_kernel, activation_meta,
+                                  torch_ops::refused());
+const torch_ops::Op activation_backward_op("activation_backward", backward_kernel, backward_meta,
+                                           torch_ops::refused());
+const torch_ops::Op quantize_activation_op(kForward, quantize_activation_as<false>,
+                                           quantize_activation_as<true>,
+                                           torch_ops::without_derivative());
+const torch_ops::Op quantize_activation_backward_op(kBackward,
+                                                    quantize_activation_backward_as<false>,
+                                                    quantize_activation_backward_as<true>,
+                                                    torch_ops::without_derivative());
 
 QuantizedOperand four_at(const std::vector<Tensor>& list, std::size_t at) {
   return {list[at], list[at + 1], list[at + 2], list[at + 3]};
@@ -247,20 +251,23 @@ QuantizedOperand four_at(const std::vector<Tensor>& list, std::size_t at) {
 
 namespace torch_ops {
 
-Operands quantize_activation(const ActivationArguments& of, const std::string& row,
-                             const std::string& col, const QuantizeOptions& options) {
+Tensor activation(const ActivationArguments& of) {
+  return activation_op(of.gate, of.up, of.activation);
+}
+
+std::tuple<Tensor, Tensor> activation_backward(const Tensor& dh, const ActivationArguments& of) {
+  return activation_backward_op(dh, of.gate, of.up, of.activation);
+}
+
+Directions quantize_activation(const ActivationArguments& of, const std::string& row,
+                               const std::string& col, const QuantizeOptions& options) {
   if (can_skip_dispatcher({&of.gate, or_null(of.up), or_null(options.amax_row),
                            or_null(options.amax_col), or_null(options.rng)}))
     return cast_h(of, row, col, options, true);
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("minifloat::quantize_activation", "")
-                             .typed<decltype(quantize_activation_op<false>)>();
-  auto [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col, decoded_col] =
-      op.call(of.gate, of.up, of.activation, row, col, options.amax_row, options.amax_col,
-              options.rng, options.stream_row, options.stream_col, options.origin,
-              options.decoded_row, options.decoded_col, options.fp8_row, options.fp8_col);
-  return {{codes_row, scale_row, amax_row, decoded_row},
-          {codes_col, scale_col, amax_col, decoded_col}};
+  return both_of(quantize_activation_op(of.gate, of.up, of.activation, row, col, options.amax_row,
+                                        options.amax_col, options.rng, options.stream_row,
+                                        options.stream_col, options.origin, options.decoded_row,
+                                        options.decoded_col, options.fp8_row, options.fp8_col));
 }
 
 QuantizedGradients quantize_activation_backward(const Tensor& dh, const ActivationArguments& of,
@@ -271,15 +278,12 @@ QuantizedGradients quantize_activation_backward(const Tensor& dh, const Activati
                            or_null(h.amax_col), or_null(gate.rng), or_null(up.rng),
                            or_null(h.rng)}))
     return cast_gradients(dh, of, casts, true);
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("minifloat::quantize_activation_backward", "")
-                             .typed<decltype(quantize_activation_backward_op<false>)>();
   const auto forms_of = [](const QuantizeOptions& o) {
     return std::tuple(o.decoded_row, o.decoded_col, o.fp8_row, o.fp8_col);
   };
   TORCH_CHECK_VALUE(!of.up || forms_of(gate) == forms_of(up), kBackward,
                     ": expected values or FP8 codes of both gradients or of neither");
-  const std::vector<Tensor> list = op.call(
+  const std::vector<Tensor> list = quantize_activation_backward_op(
       dh, of.gate, of.up, of.activation, casts.row, casts.col, casts.h_col, gate.amax_row,
       gate.amax_col, up.amax_row, up.amax_col, h.amax_col, gate.rng, up.rng, h.rng, gate.stream_row,
       gate.stream_col, up.stream_row, up.stream_col, h.stream_col, gate.decoded_row,
@@ -292,23 +296,5 @@ QuantizedGradients quantize_activation_backward(const Tensor& dh, const Activati
 }
 
 }  // namespace torch_ops
-
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_activations(m); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_activations(m); }
-
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
-  m.impl("activation", activation_meta);
-  m.impl("activation_backward", backward_meta);
-  m.impl("quantize_activation", quantize_activation_op<true>);
-  m.impl("quantize_activation_backward", quantize_activation_backward_op<true>);
-}
-
-// A backward pass through the ops alone raises.
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  for (const char* op : {"activation", "activation_backward"})
-    m.impl(op, torch::autograd::autogradNotImplementedFallback());
-  for (const char* op : {"quantize_activation", "quantize_activation_backward"})
-    m.impl(op, torch_ops::without_derivative());
-}
 
 }  // namespace minifloat

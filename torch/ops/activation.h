@@ -1,4 +1,4 @@
-// The casts of an activation's result, and of its gradients, for layers.
+// An activation and its gradients, as values and as casts, for layers.
 #pragma once
 
 #include <optional>
@@ -16,16 +16,18 @@ struct ActivationArguments {
   const std::string& activation;    // "silu", "gelu" or "gelu_tanh"
 };
 
-// Quantizes h = act(gate) · up as `quantize` would.
-std::pair<QuantizedOperand, QuantizedOperand> quantize_activation(const ActivationArguments& of,
-                                                                  const std::string& row,
-                                                                  const std::string& col,
-                                                                  const QuantizeOptions& options);
+// Return h = act(gate) · up, and the gradients of gate and up; without up its gradient is empty.
+Tensor activation(const ActivationArguments& of);
+std::tuple<Tensor, Tensor> activation_backward(const Tensor& dh, const ActivationArguments& of);
+
+// Quantizes h as `quantize` would.
+Directions quantize_activation(const ActivationArguments& of, const std::string& row,
+                               const std::string& col, const QuantizeOptions& options);
 
 // The gradients of gate and up as products read them, and h as that of the weight after it.
 struct QuantizedGradients {
-  std::pair<QuantizedOperand, QuantizedOperand> gate, up;  // rowwise and columnwise
-  QuantizedOperand h;                                      // columnwise
+  Directions gate, up;  // rowwise and columnwise
+  QuantizedOperand h;   // columnwise
 };
 
 // What the backward of an activation casts.

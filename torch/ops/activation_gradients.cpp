@@ -3,7 +3,6 @@
 // that computed the values itself would compute them twice: once for the amax, once for the codes.
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
-#include <torch/library.h>
 
 #include "minifloat/experts.h"
 #include "ops/activation.h"
@@ -11,8 +10,8 @@
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/kernels.h"
+#include "ops/op.h"
 #include "ops/outputs.h"
-#include "ops/tangents.h"
 
 namespace minifloat {
 namespace {
@@ -76,7 +75,7 @@ GradientValues compute(const Tensor& dh, const ActivationArguments& a, const std
 using SixTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 template <bool kIsMeta>
-SixTensors activation_gradients_op(const Tensor& dh, const Tensor& gate, const MaybeTensor& up,
+SixTensors activation_gradients_as(const Tensor& dh, const Tensor& gate, const MaybeTensor& up,
                                    const std::string& activation, const std::string& h_col,
                                    const MaybeTensor& h_amax, const MaybeTensor& h_rng,
                                    std::int64_t h_stream, bool decoded_h) {
@@ -95,16 +94,18 @@ SixTensors activation_gradients_op(const Tensor& dh, const Tensor& gate, const M
     out = compute(dh, a, h_col, h, false);
     if (!dh.is_inference()) dh.unsafeGetTensorImpl()->bump_version();
   }
-  const auto or_empty = [&](const Tensor& t) {
-    return t.defined() ? t : torch_ops::empty(gate, {c10::SymInt(0)}, at::kFloat);
-  };
+  const auto given = [&](const Tensor& t) { return torch_ops::or_empty(&t, gate); };
   return {out.up,
           out.amaxes,
-          or_empty(out.h.codes),
-          or_empty(out.h.scale),
-          or_empty(out.h.amax),
-          or_empty(out.h.decoded)};
+          given(out.h.codes),
+          given(out.h.scale),
+          given(out.h.amax),
+          given(out.h.decoded)};
 }
+
+const torch_ops::Op activation_gradients_op(kActivationGradients, activation_gradients_as<false>,
+                                            activation_gradients_as<true>,
+                                            torch_ops::without_derivative());
 
 }  // namespace
 
@@ -114,28 +115,13 @@ GradientValues activation_gradients_(const Tensor& dh, const ActivationArguments
                                      const std::string& h_col, const QuantizeOptions& h) {
   if (can_skip_dispatcher({&dh, &of.gate, or_null(of.up), or_null(h.amax_col), or_null(h.rng)}))
     return compute(dh, of, h_col, h, true);
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("minifloat::activation_gradients_", "")
-                             .typed<decltype(activation_gradients_op<false>)>();
   GradientValues out;
-  std::tie(out.up, out.amaxes, out.h.codes, out.h.scale, out.h.amax, out.h.decoded) = op.call(
-      dh, of.gate, of.up, of.activation, h_col, h.amax_col, h.rng, h.stream_col, h.decoded_col);
+  std::tie(out.up, out.amaxes, out.h.codes, out.h.scale, out.h.amax, out.h.decoded) =
+      activation_gradients_op(dh, of.gate, of.up, of.activation, h_col, h.amax_col, h.rng,
+                              h.stream_col, h.decoded_col);
   return out;
 }
 
 }  // namespace torch_ops
-
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) {
-  m.impl("activation_gradients_", activation_gradients_op<false>);
-}
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) {
-  m.impl("activation_gradients_", activation_gradients_op<false>);
-}
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
-  m.impl("activation_gradients_", activation_gradients_op<true>);
-}
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  m.impl("activation_gradients_", torch_ops::without_derivative());
-}
 
 }  // namespace minifloat

@@ -1,11 +1,10 @@
 // The op amax: the largest magnitude of x, or of each of its rows, as a spec scales by.
-#include <torch/library.h>
-
 #include "minifloat/quantize.h"
 #include "ops/as_read.h"
 #include "ops/bridge.h"
+#include "ops/op.h"
+#include "ops/ops.h"
 #include "ops/outputs.h"
-#include "ops/tangents.h"
 
 namespace minifloat {
 namespace {
@@ -51,12 +50,16 @@ Tensor amax_kernel(const Tensor& x, const std::string& text, bool columnwise,
   return out;
 }
 
+// A maximum has no derivative. layers/linear.cpp has the derivatives of layers.
+const torch_ops::Op amax_op("amax", amax_kernel, amax_meta, torch_ops::without_derivative());
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("amax", amax_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl("amax", amax_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl("amax", amax_meta); }
-// A maximum has no derivative. layers/linear.cpp has the derivatives of layers.
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) { m.impl("amax", torch_ops::without_derivative()); }
+Tensor torch_ops::amax(const Tensor& x, const std::string& spec, bool columnwise,
+                       const QuantizeOptions& options) {
+  return amax_op(x, spec, columnwise, options.rng,
+                 columnwise ? options.stream_col : options.stream_row, options.groups.table,
+                 options.groups.rows_from);
+}
 
 }  // namespace minifloat

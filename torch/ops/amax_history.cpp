@@ -2,11 +2,11 @@
 #include "minifloat/amax_history.h"
 
 #include <ATen/ATen.h>
-#include <torch/library.h>
 
 #include <limits>
 
 #include "ops/bridge.h"
+#include "ops/op.h"
 
 namespace minifloat {
 namespace {
@@ -62,13 +62,8 @@ void roll_kernel(TensorList histories, const std::string& algorithm, std::int64_
   at::_foreach_copy_(histories, stacked.unbind());
 }
 
-}  // namespace
+const torch_ops::Op roll_op(kRollAmaxHistories, roll_kernel, check_histories, torch_ops::skipped());
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kRollAmaxHistories, roll_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kRollAmaxHistories, roll_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kRollAmaxHistories, check_histories); }
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  m.impl(kRollAmaxHistories, torch::CppFunction::makeFallthrough());
-}
+}  // namespace
 
 }  // namespace minifloat

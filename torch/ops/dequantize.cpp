@@ -2,12 +2,12 @@
 // exact product. fp4_as_fp8: FP4 codes to FP8 codes of the same values. Each has a Meta
 // kernel, which gives the shapes, and one kernel for CPU and CUDA, which fills them.
 #include <ATen/ATen.h>
-#include <torch/library.h>
 
 #include "minifloat/quantize.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/kernels.h"
+#include "ops/op.h"
 #include "ops/ops.h"
 #include "ops/outputs.h"
 
@@ -178,6 +178,13 @@ std::tuple<Tensor, Tensor> fp4_as_fp8_kernel(const Tensor& codes, const Tensor& 
   return {fp8_codes, row_scale};
 }
 
+// Codes have no gradient.
+const torch_ops::Op dequantize_op("dequantize", dequantize_kernel, dequantize_meta,
+                                  torch_ops::skipped());
+const torch_ops::Op decode_op("decode", decode_kernel, decode_meta, torch_ops::skipped());
+const torch_ops::Op fp4_as_fp8_op("fp4_as_fp8", fp4_as_fp8_kernel, fp4_as_fp8_meta,
+                                  torch_ops::skipped());
+
 }  // namespace
 
 namespace torch_ops {
@@ -244,31 +251,29 @@ std::pair<Fp8Rows, Fp8Rows> direct_fp4_as_fp8(const Fp4Operand& a, const Fp4Oper
   return {left.rows, right.rows};
 }
 
+Tensor dequantize(const QuantizedOperand& q, const std::string& spec, const SymInt& cols,
+                  at::ScalarType dtype, const std::optional<Tensor>& groups) {
+  return dequantize_op(q.codes, q.scale, q.amax, spec, cols, dtype, groups, 0);
+}
+
+Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, SymInt cols,
+              const Groups& groups) {
+  const auto length = cols.maybe_as_int();
+  if (length && can_skip_dispatcher({&codes, &scale, or_null(groups.table)}))
+    return direct_decode(codes, scale, spec, *length, groups);
+  return decode_op(codes, scale, spec.str(), std::move(cols), groups.table, groups.unit);
+}
+
+Fp8Rows fp4_as_fp8(const Tensor& codes, const Tensor& scale, const Tensor& amax, const Spec& spec,
+                   SymInt cols, const Groups& groups) {
+  const auto length = cols.maybe_as_int();
+  if (length && can_skip_dispatcher({&codes, &scale, &amax, or_null(groups.table)}))
+    return direct_fp4_as_fp8({spec, codes, scale, amax, groups}, *length);
+  auto [fp8_codes, row_scale] = fp4_as_fp8_op(codes, scale, or_empty(&amax, codes), spec.str(),
+                                              std::move(cols), groups.table, groups.unit);
+  return {fp8_codes, row_scale};
+}
+
 }  // namespace torch_ops
-
-namespace {
-
-void register_dequantize(torch::Library& m) {
-  m.impl("dequantize", dequantize_kernel);
-  m.impl("decode", decode_kernel);
-  m.impl("fp4_as_fp8", fp4_as_fp8_kernel);
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_dequantize(m); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_dequantize(m); }
-
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
-  m.impl("dequantize", dequantize_meta);
-  m.impl("decode", decode_meta);
-  m.impl("fp4_as_fp8", fp4_as_fp8_meta);
-}
-
-// Codes have no gradient: autograd is skipped.
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  for (const char* op : {"dequantize", "decode", "fp4_as_fp8"})
-    m.impl(op, torch::CppFunction::makeFallthrough());
-}
 
 }  // namespace minifloat

@@ -1,13 +1,12 @@
 // The ops take_rows and add_slots, the copies between tokens and the rows of experts, which
 // experts_autograd.cpp differentiates; and pack_rows, which copies rows to messages.
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include "minifloat/experts.h"
 #include "ops/bridge.h"
 #include "ops/expert_inputs.h"
 #include "ops/experts.h"
+#include "ops/op.h"
 #include "ops/outputs.h"
 
 namespace minifloat {
@@ -201,41 +200,23 @@ Tensor add_slots_kernel(const Tensor& rows, const Tensor& places, const MaybeTen
   return out;
 }
 
-void register_copies(torch::Library& m) {
-  m.impl("take_rows", take_rows_kernel);
-  m.impl("add_slots", add_slots_kernel);
-  m.impl("pack_rows", pack_rows_kernel);
-}
+const torch_ops::Op take_rows_op("take_rows", take_rows_kernel, take_rows_meta);
+const torch_ops::Op add_slots_op("add_slots", add_slots_kernel, add_slots_meta);
+const torch_ops::Op pack_rows_op("pack_rows", pack_rows_kernel, pack_rows_meta,
+                                 torch_ops::refused());
 
 }  // namespace
 
-namespace torch_ops {
-
-Tensor take_rows(const Tensor& x, const Tensor& index, const SymInt& slots,
-                 const MaybeTensor& places) {
-  static const auto op = find_op<decltype(take_rows_kernel)>("minifloat::take_rows");
-  return op.call(x, index, slots, places);
+Tensor torch_ops::take_rows(const Tensor& x, const Tensor& index, const SymInt& slots,
+                            const MaybeTensor& places) {
+  return take_rows_op(x, index, slots, places);
 }
 
-Tensor add_slots(const Tensor& rows, const Tensor& places, const MaybeTensor& base,
-                 const MaybeTensor& pairs) {
-  static const auto op = find_op<decltype(add_slots_kernel)>("minifloat::add_slots");
-  return op.call(rows, places, base, pairs);
+Tensor torch_ops::add_slots(const Tensor& rows, const Tensor& places, const MaybeTensor& base,
+                            const MaybeTensor& pairs) {
+  return add_slots_op(rows, places, base, pairs);
 }
 
-}  // namespace torch_ops
-
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_copies(m); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_copies(m); }
-
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
-  m.impl("take_rows", take_rows_meta);
-  m.impl("add_slots", add_slots_meta);
-  m.impl("pack_rows", pack_rows_meta);
-}
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  m.impl("pack_rows", torch::autograd::autogradNotImplementedFallback());
-}
 TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) { m.impl("row_layout", row_layout_of); }
 
 }  // namespace minifloat

@@ -1,8 +1,7 @@
-// Checks of the inputs of what lies between the products of experts, and calls of its ops.
+// Checks of the inputs of what lies between the products of experts.
 #pragma once
 
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include "ops/bridge.h"
 
@@ -31,12 +30,6 @@ inline void check_index(const char* op, const char* name, const Tensor& t, std::
   bridge::check_sizes(op, name, t);
   TORCH_CHECK_VALUE(t.device() == like.device(), op, ": expected ", name, " on ", like.device(),
                     ", got ", t.device());
-}
-
-// Returns the op of this name, "minifloat::…", for typed calls.
-template <class Signature>
-auto find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
 }  // namespace minifloat::torch_ops

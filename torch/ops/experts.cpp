@@ -3,8 +3,6 @@
 #include "minifloat/experts.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include <limits>
 
@@ -14,8 +12,8 @@
 #include "ops/experts.h"
 #include "ops/groups.h"
 #include "ops/kernels.h"
+#include "ops/op.h"
 #include "ops/outputs.h"
-#include "ops/tangents.h"
 
 namespace minifloat {
 namespace {
@@ -25,6 +23,7 @@ using c10::SymInt;
 using torch_ops::adjacent;
 using torch_ops::check_index;
 using torch_ops::check_matrix;
+using torch_ops::Directions;
 using torch_ops::EightTensors;
 using torch_ops::SwiGluArguments;
 using torch_ops::SwiGluGradientTensors;
@@ -198,10 +197,8 @@ SwiGluGradientTensors swiglu_backward_kernel(const Tensor& dh, const Tensor& pro
 }
 
 // ---- The cast of h ------------------------------------------------------------------------------
-using Operands = std::pair<torch_ops::QuantizedOperand, torch_ops::QuantizedOperand>;
-
-Operands cast_h(const SwiGluArguments& a, const std::string& row, const std::string& col,
-                const torch_ops::QuantizeOptions& options, bool shares_memory) {
+Directions cast_h(const SwiGluArguments& a, const std::string& row, const std::string& col,
+                  const torch_ops::QuantizeOptions& options, bool shares_memory) {
   check_arguments(a);
   const SwiGluInputs in = inputs_of(a);
   const Tensor like_h = in.product.narrow(1, 0, in.of.width);
@@ -216,7 +213,7 @@ Operands cast_h(const SwiGluArguments& a, const std::string& row, const std::str
 
 // The op, with real tensors or on the Meta device.
 template <bool kIsMeta>
-EightTensors quantize_swiglu_op(
+EightTensors quantize_swiglu_as(
     const Tensor& product, const MaybeTensor& other, const Tensor& weights, const std::string& row,
     const std::string& col, std::optional<double> limit, double alpha, bool interleaved,
     const MaybeTensor& pairs, const MaybeTensor& groups, std::int64_t unit,
@@ -236,7 +233,7 @@ EightTensors quantize_swiglu_op(
                                               .groups = {groups, unit},
                                               .row_ids = row_ids,
                                               .first_expert = first_expert};
-  Operands out;
+  Directions out;
   if constexpr (kIsMeta) {
     check_arguments(a);
     out = torch_ops::quantize(a.like_h(), row, col, options);
@@ -246,11 +243,11 @@ EightTensors quantize_swiglu_op(
   return torch_ops::eight_tensors(out);
 }
 
-void register_expert_ops(torch::Library& m) {
-  m.impl("swiglu", swiglu_kernel);
-  m.impl("quantize_swiglu", quantize_swiglu_op<false>);
-  m.impl("swiglu_backward", swiglu_backward_kernel);
-}
+const torch_ops::Op swiglu_op("swiglu", swiglu_kernel, swiglu_meta);
+const torch_ops::Op swiglu_backward_op("swiglu_backward", swiglu_backward_kernel,
+                                       swiglu_backward_meta, torch_ops::refused());
+const torch_ops::Op quantize_swiglu_op("quantize_swiglu", quantize_swiglu_as<false>,
+                                       quantize_swiglu_as<true>, torch_ops::without_derivative());
 
 }  // namespace
 
@@ -269,49 +266,29 @@ void check_swiglu(const SwiGluArguments& of) {
   check_memory_of(of);
 }
 
-Operands quantize_swiglu(const SwiGluArguments& of, const std::string& row, const std::string& col,
-                         const QuantizeOptions& options) {
+Directions quantize_swiglu(const SwiGluArguments& of, const std::string& row,
+                           const std::string& col, const QuantizeOptions& options) {
   if (can_skip_dispatcher({&of.product, or_null(of.other), &of.weights, or_null(of.pairs),
                            or_null(of.groups), or_null(options.amax_row), or_null(options.amax_col),
                            or_null(options.rng), or_null(options.row_ids)}))
     return cast_h(of, row, col, options, true);
-  static const auto op = find_op<decltype(quantize_swiglu_op<false>)>("minifloat::quantize_swiglu");
-  auto [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col, decoded_col] =
-      op.call(of.product, of.other, of.weights, row, col, of.limit, of.alpha, of.interleaved,
-              of.pairs, options.groups.table, options.groups.unit, options.amax_row,
-              options.amax_col, options.rng, options.stream_row, options.stream_col,
-              options.row_ids, options.first_expert, options.decoded_row, options.decoded_col,
-              options.amaxes_of_columns);
-  return {{codes_row, scale_row, amax_row, decoded_row},
-          {codes_col, scale_col, amax_col, decoded_col}};
+  return both_of(quantize_swiglu_op(
+      of.product, of.other, of.weights, row, col, of.limit, of.alpha, of.interleaved, of.pairs,
+      options.groups.table, options.groups.unit, options.amax_row, options.amax_col, options.rng,
+      options.stream_row, options.stream_col, options.row_ids, options.first_expert,
+      options.decoded_row, options.decoded_col, options.amaxes_of_columns));
 }
 
 Tensor swiglu(const SwiGluArguments& of) {
-  static const auto op = find_op<decltype(swiglu_kernel)>("minifloat::swiglu");
-  return op.call(of.product, of.other, of.weights, of.limit, of.alpha, of.interleaved, of.pairs,
-                 of.groups);
+  return swiglu_op(of.product, of.other, of.weights, of.limit, of.alpha, of.interleaved, of.pairs,
+                   of.groups);
 }
 
 SwiGluGradientTensors swiglu_backward(const Tensor& dh, const SwiGluArguments& of, bool amaxes) {
-  static const auto op = find_op<decltype(swiglu_backward_kernel)>("minifloat::swiglu_backward");
-  return op.call(dh, of.product, of.other, of.weights, of.limit, of.alpha, of.interleaved, of.pairs,
-                 of.groups, amaxes);
+  return swiglu_backward_op(dh, of.product, of.other, of.weights, of.limit, of.alpha,
+                            of.interleaved, of.pairs, of.groups, amaxes);
 }
 
 }  // namespace torch_ops
-
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_expert_ops(m); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_expert_ops(m); }
-
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
-  m.impl("swiglu", swiglu_meta);
-  m.impl("quantize_swiglu", quantize_swiglu_op<true>);
-  m.impl("swiglu_backward", swiglu_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  m.impl("swiglu_backward", torch::autograd::autogradNotImplementedFallback());
-  m.impl("quantize_swiglu", torch_ops::without_derivative());
-}
 
 }  // namespace minifloat

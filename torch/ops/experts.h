@@ -38,10 +38,8 @@ void check_base(const char* op, const Tensor& base, c10::SymIntArrayRef shape, a
 void check_swiglu(const SwiGluArguments& of);
 
 // Quantizes h, (rows, width), as `quantize` would. The groups are those of the options.
-std::pair<QuantizedOperand, QuantizedOperand> quantize_swiglu(const SwiGluArguments& of,
-                                                              const std::string& row,
-                                                              const std::string& col,
-                                                              const QuantizeOptions& options);
+Directions quantize_swiglu(const SwiGluArguments& of, const std::string& row,
+                           const std::string& col, const QuantizeOptions& options);
 
 // The gradients of the product, of the other one and of the weights; and, where the caller asks for
 // them, the amaxes of the rows and of each group's columns of the first, and of the second.

@@ -11,7 +11,7 @@
 
 #include "ops/direct.h"
 #include "ops/experts.h"
-#include "ops/tangents.h"
+#include "ops/op.h"
 
 namespace minifloat {
 namespace {

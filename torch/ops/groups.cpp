@@ -2,14 +2,13 @@
 #include "ops/groups.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/library.h>
 
 #include <atomic>
 #include <string>
 
 #include "ops/bridge.h"
 #include "ops/direct.h"
+#include "ops/op.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -59,6 +58,8 @@ Tensor group_table_kernel(const Tensor& offs, SymInt sym_rows, const std::string
   });
   return table;
 }
+
+const Op group_table_op(kGroupTable, group_table_kernel, group_table_meta, skipped());
 
 bool set_checks_ends(bool enabled) { return checks_ends.exchange(enabled); }
 
@@ -114,18 +115,9 @@ GroupTable group_table_of(const char* op, const Groups& groups, std::int64_t uni
 Tensor group_table(const std::string& op, const Tensor& offs, const SymInt& rows) {
   if (rows.maybe_as_int() && can_skip_dispatcher({&offs}))
     return group_table_kernel(offs, rows, op);
-  static const auto dispatched = c10::Dispatcher::singleton()
-                                     .findSchemaOrThrow("minifloat::group_table", "")
-                                     .typed<Tensor(const Tensor&, SymInt, const std::string&)>();
-  return dispatched.call(offs, rows, op);
+  return group_table_op(offs, rows, op);
 }
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("group_table", group_table_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl("group_table", group_table_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl("group_table", group_table_meta); }
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  m.impl("group_table", torch::CppFunction::makeFallthrough());
-}
 TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) { m.impl("check_groups", set_checks_ends); }
 
 }  // namespace torch_ops

@@ -15,9 +15,12 @@ using CastOfComputed = std::function<void(const Operand* row, const Operand* col
 
 // of: casts the values, whose shape, dtype and device x has; null: x has the values.
 // shares_memory: else outputs are those of an op, whose absent ones are empty
-std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
-    const Tensor& x, const std::string& row, const std::string& col, const QuantizeOptions& options,
-    const CastOfComputed* of = nullptr, bool shares_memory = true);
+Directions direct_quantize(const Tensor& x, const std::string& row, const std::string& col,
+                           const QuantizeOptions& options, const CastOfComputed* of = nullptr,
+                           bool shares_memory = true);
+// The op quantize_delayed, through the dispatcher.
+Directions quantize_by_history(const Tensor& x, const std::string& row, const std::string& col,
+                               const QuantizeOptions& options);
 Tensor direct_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, std::int64_t cols,
                      const Groups& groups);
 

@@ -31,6 +31,9 @@ struct QuantizedOperand {
   Tensor decoded;  // bf16 (…, rows, padded_cols), if requested
 };
 
+// The rowwise and the columnwise operand.
+using Directions = std::pair<QuantizedOperand, QuantizedOperand>;
+
 // The amax history of +delayed operands, (operands, 1 + length), or of experts (operands, experts,
 // 1 + length), and the row of each direction. Column 0 has the active amaxes, column 1 the current
 // ones.
@@ -66,19 +69,23 @@ Tensor amax(const Tensor& x, const std::string& spec, bool columnwise,
 
 // Quantizes x, fp32 or bf16 (rows, cols) or (batch, rows, cols), rowwise and columnwise.
 // row, col: spec texts; "": without this direction.
-std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const std::string& row,
-                                                       const std::string& col,
-                                                       const QuantizeOptions& options);
+Directions quantize(const Tensor& x, const std::string& row, const std::string& col,
+                    const QuantizeOptions& options);
 
 // The result of an op that casts in both directions: codes, scale, amax and decoded values of each.
 using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-EightTensors eight_tensors(const std::pair<QuantizedOperand, QuantizedOperand>& operands);
+EightTensors eight_tensors(const Directions& operands);
+Directions both_of(const EightTensors& tensors);
 
 // Returns the options of an op without groups.   origin: two numbers, else an error
 QuantizeOptions options_of(const char* op, const std::optional<Tensor>& amax_row,
                            const std::optional<Tensor>& amax_col, const std::optional<Tensor>& rng,
                            std::int64_t stream_row, std::int64_t stream_col,
                            c10::SymIntArrayRef origin, bool decoded_row, bool decoded_col);
+
+// Returns the values of codes, (…, rows, padded cols).   dtype: float32 or bf16; table: of groups
+Tensor dequantize(const QuantizedOperand& q, const std::string& spec, const c10::SymInt& cols,
+                  at::ScalarType dtype, const std::optional<Tensor>& table = std::nullopt);
 
 // Returns the bf16 values that an exact product reads, (rows, padded cols).
 Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::SymInt cols,
@@ -88,6 +95,12 @@ Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::S
 // padded cols), and an fp32 scale for each row, or each row of a group; see core/fp4_as_fp8.h.
 std::pair<Tensor, Tensor> fp4_as_fp8(const Tensor& codes, const Tensor& scale, const Tensor& amax,
                                      const Spec& spec, c10::SymInt cols, const Groups& groups = {});
+
+// Returns the Hadamard transform of x in bf16, of its transpose if columnwise.
+//   points: 16, 32, 64 or 128; signs: a bit a point, repeated every 16
+Tensor hadamard(const Tensor& x, std::int64_t points, bool columnwise, std::int64_t signs);
+// Undoes the randomised transform of rows (M, whole transforms), fp32.
+Tensor inverse_hadamard(const Tensor& rows, std::int64_t points);
 
 // Returns one-byte scales (rows, cols) in the layout of core/swizzle.h, (padded rows, padded cols);
 // of (batch, rows, cols), (batch, bytes). groups, offs: as the op takes them.

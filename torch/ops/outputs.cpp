@@ -28,6 +28,10 @@ Tensor empty(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType dtype
   return output;
 }
 
+Tensor or_empty(const Tensor* t, const Tensor& like) {
+  return t && t->defined() ? *t : at::empty({0}, like.options().dtype(at::kFloat));
+}
+
 at::ScalarType scale_dtype(const Spec& spec) {
   return spec.scale_type() == ScaleType::kFloat32 ? at::kFloat : at::kByte;
 }

@@ -15,6 +15,9 @@ void advise_huge_pages(const at::Tensor& output);
 // Returns uninitialized memory on the device of `like`.
 at::Tensor empty(const at::Tensor& like, c10::SymIntArrayRef shape, at::ScalarType dtype);
 
+// Returns *t, or an empty tensor where there is none: arguments and results of an op are defined.
+at::Tensor or_empty(const at::Tensor* t, const at::Tensor& like);
+
 // Returns the dtype of the scales that ops return: float32, or uint8 for one-byte scales, whose own
 // dtypes torch has no arithmetic or collectives for.
 at::ScalarType scale_dtype(const Spec& spec);

@@ -3,16 +3,15 @@
 #include "minifloat/quantize.h"
 
 #include <ATen/ATen.h>
-#include <torch/library.h>
 
 #include "ops/as_read.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/history.h"
 #include "ops/kernels.h"
+#include "ops/op.h"
 #include "ops/ops.h"
 #include "ops/outputs.h"
-#include "ops/tangents.h"
 
 namespace minifloat {
 namespace {
@@ -22,9 +21,11 @@ using c10::SymInt;
 using torch_ops::advise_huge_pages;
 using torch_ops::as_read;
 using torch_ops::AsRead;
+using torch_ops::Directions;
 using torch_ops::EightTensors;
 using torch_ops::empty;
 using torch_ops::QuantizedOperand;
+using torch_ops::QuantizeOptions;
 using torch_ops::scale_dtype;
 using torch_ops::Sizes;
 
@@ -113,26 +114,23 @@ QuantizedOperand absent(const Tensor& x) {
   return {none(at::kByte), none(at::kFloat), none(at::kFloat), none(at::kBFloat16)};
 }
 
-DirectionArguments direction_arguments(bool columnwise, const std::string& text,
-                                       const std::optional<Tensor>& amax, std::int64_t stream,
-                                       bool decoded, bool as_fp8) {
-  DirectionArguments d{columnwise, std::nullopt, amax, stream, decoded, as_fp8};
-  if (text.empty()) return d;
-  d.spec = bridge::parse_spec(text);
-  TORCH_CHECK_VALUE(!d.spec->is_bf16(),
+std::optional<Spec> spec_of(const std::string& text) {
+  if (text.empty()) return {};
+  const Spec& spec = bridge::parse_spec(text);
+  TORCH_CHECK_VALUE(!spec.is_bf16(),
                     "quantize: bf16 is the identity and has no codes; expected a quantizing spec");
-  return d;
+  return spec;
 }
 
-// The arguments of the op that both directions share.
-struct SharedArguments {
-  const std::optional<Tensor>& rng;
-  torch_ops::Groups groups;
-  const std::optional<Tensor>& row_ids;
-  std::int64_t first_expert;
-  bool amaxes_of_columns;
-  const torch_ops::CastOfComputed* of = nullptr;  // of values like x; null: x has the values
-};
+// amax: outlives the arguments
+DirectionArguments row_arguments(const std::string& text, const std::optional<Tensor>& amax,
+                                 const QuantizeOptions& options) {
+  return {false, spec_of(text), amax, options.stream_row, options.decoded_row, options.fp8_row};
+}
+DirectionArguments col_arguments(const std::string& text, const std::optional<Tensor>& amax,
+                                 const QuantizeOptions& options) {
+  return {true, spec_of(text), amax, options.stream_col, options.decoded_col, options.fp8_col};
+}
 
 void check_is_written_as_fp8(const DirectionArguments& d) {
   TORCH_CHECK_VALUE(
@@ -143,7 +141,7 @@ void check_is_written_as_fp8(const DirectionArguments& d) {
                     " or decoded values, got both");
 }
 
-void check_direction(const Tensor& x, const DirectionArguments& d, const SharedArguments& shared) {
+void check_direction(const Tensor& x, const DirectionArguments& d, const QuantizeOptions& shared) {
   if (d.spec && d.spec->stochastic)
     TORCH_CHECK_VALUE(shared.rng.has_value(), "quantize: ", d.spec->str(),
                       " rounds stochastically and needs rng, an int64 tensor (seed, count)");
@@ -166,17 +164,15 @@ void check_direction(const Tensor& x, const DirectionArguments& d, const SharedA
                     x.device(), ", got ", d.active_amax->device());
 }
 
-void check_shared(const Tensor& x, const SharedArguments& shared, std::size_t origin_size) {
-  const auto& [rng, groups, row_ids, first_expert, amaxes_of_columns, of] = shared;
-  TORCH_CHECK_VALUE(origin_size == 2, "quantize: expected origin as (row, column), got ",
-                    origin_size, " numbers");
+void check_shared(const Tensor& x, const QuantizeOptions& shared) {
+  const auto& [rng, groups, row_ids] = std::tie(shared.rng, shared.groups, shared.row_ids);
   if (rng) bridge::check_rng("quantize", *rng, x);
   torch_ops::check_groups("quantize", groups, x);
   TORCH_CHECK_VALUE(!groups.table || x.dim() == 2,
                     "quantize: expected x (rows, cols) with groups, got ", x.dim(), " dimensions");
-  TORCH_CHECK_VALUE(first_expert == 0 || (first_expert > 0 && (groups.table || x.dim() == 3)),
-                    "quantize: expected first_expert of groups or a batch, 0 or more, got ",
-                    first_expert);
+  TORCH_CHECK_VALUE(
+      shared.first_expert == 0 || (shared.first_expert > 0 && (groups.table || x.dim() == 3)),
+      "quantize: expected first_expert of groups or a batch, 0 or more, got ", shared.first_expert);
   if (!row_ids) return;
   TORCH_CHECK_VALUE(groups.table && row_ids->scalar_type() == at::kInt && row_ids->dim() == 1 &&
                         row_ids->sym_size(0) == torch_ops::rows_of(x, groups),
@@ -186,10 +182,10 @@ void check_shared(const Tensor& x, const SharedArguments& shared, std::size_t or
   bridge::check_same_device("quantize", "row_ids", *row_ids, x);
 }
 
-// Checks the arguments of quantize: in the Meta kernel, the kernel and direct calls.
+// Checks the arguments of quantize, with or without memory.
 void check_arguments(const Tensor& x, const DirectionArguments& row, const DirectionArguments& col,
-                     const SharedArguments& shared, std::size_t origin_size) {
-  check_shared(x, shared, origin_size);
+                     const QuantizeOptions& shared) {
+  check_shared(x, shared);
   check_direction(x, row, shared);
   check_direction(x, col, shared);
   TORCH_CHECK_VALUE(row.spec || col.spec,
@@ -218,33 +214,11 @@ QuantizedOperand allocate_direction(const Tensor& x, const DirectionArguments& d
 }
 
 // The outputs of an op.
-std::pair<QuantizedOperand, QuantizedOperand> allocate_both(const Tensor& x,
-                                                            const DirectionArguments& row,
-                                                            const DirectionArguments& col,
-                                                            const SharedArguments& shared) {
+Directions allocate_both(const Tensor& x, const DirectionArguments& row,
+                         const DirectionArguments& col, const QuantizeOptions& shared) {
   return {allocate_direction(x, row, shared.groups),
           shared.amaxes_of_columns ? allocate_amaxes_of_columns(x, *row.spec, shared.groups)
                                    : allocate_direction(x, col, shared.groups)};
-}
-
-EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::string& col,
-                           const std::optional<Tensor>& amax_row,
-                           const std::optional<Tensor>& amax_col, const std::optional<Tensor>& rng,
-                           std::int64_t stream_row, std::int64_t stream_col,
-                           c10::SymIntArrayRef origin, const std::optional<Tensor>& groups,
-                           std::int64_t unit, const std::optional<Tensor>& row_ids,
-                           std::int64_t first_expert, const std::optional<Tensor>& rows_from,
-                           bool decoded_row, bool decoded_col, bool fp8_row, bool fp8_col,
-                           bool amaxes_of_columns) {
-  bridge::check_values("quantize", x);
-  const DirectionArguments r =
-      direction_arguments(false, row, amax_row, stream_row, decoded_row, fp8_row);
-  const DirectionArguments c =
-      direction_arguments(true, col, amax_col, stream_col, decoded_col, fp8_col);
-  const SharedArguments shared = {
-      rng, {groups, unit, rows_from}, row_ids, first_expert, amaxes_of_columns};
-  check_arguments(x, r, c, shared, origin.size());
-  return torch_ops::eight_tensors(allocate_both(x, r, c, shared));
 }
 
 template <class T>
@@ -296,7 +270,8 @@ void fill_operand(OperandHolder& holder, const DirectionArguments& d, const Quan
 // Quantizes into the outputs of the directions that have a spec.
 void fill(TensorRef in, const DirectionArguments& r, const QuantizedOperand& out_row,
           const DirectionArguments& c, const QuantizedOperand& out_col,
-          const SharedArguments& shared, c10::IntArrayRef origin, const Execution& execution) {
+          const QuantizeOptions& shared, const torch_ops::CastOfComputed* of,
+          const Execution& execution) {
   const auto contiguous = [](const char* name, const std::optional<Tensor>& t) {
     if (t) bridge::check_memory("quantize", name, *t);
     return t ? t->contiguous() : Tensor();
@@ -308,7 +283,7 @@ void fill(TensorRef in, const DirectionArguments& r, const QuantizedOperand& out
                              contiguous("row_ids", shared.row_ids),
                              shared.groups,
                              shared.first_expert,
-                             origin};
+                             C10_AS_INTARRAYREF_SLOW(shared.origin)};
   OperandHolder row, col;
   if (r.spec) fill_operand(row, r, out_row, inputs);
   if (c.spec) fill_operand(col, c, out_col, inputs);
@@ -316,97 +291,91 @@ void fill(TensorRef in, const DirectionArguments& r, const QuantizedOperand& out
   const Operand *to_row = r.spec ? &row.operand : nullptr,
                 *to_col = c.spec ? &col.operand : nullptr;
   bridge::with_value_errors([&] {
-    if (!shared.of) return quantize(in, to_row, to_col, execution);
-    (*shared.of)(to_row, to_col, in.groups, execution);
+    if (!of) return quantize(in, to_row, to_col, execution);
+    (*of)(to_row, to_col, in.groups, execution);
   });
 }
 
-EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std::string& col,
-                             const std::optional<Tensor>& amax_row,
-                             const std::optional<Tensor>& amax_col,
-                             const std::optional<Tensor>& rng, std::int64_t stream_row,
-                             std::int64_t stream_col, c10::SymIntArrayRef sym_origin,
-                             const std::optional<Tensor>& groups, std::int64_t unit,
-                             const std::optional<Tensor>& row_ids, std::int64_t first_expert,
-                             const std::optional<Tensor>& rows_from, bool decoded_row,
-                             bool decoded_col, bool fp8_row, bool fp8_col, bool amaxes_of_columns) {
-  const TensorRef in = bridge::tensor_ref("quantize", x);
-  const DirectionArguments r =
-      direction_arguments(false, row, amax_row, stream_row, decoded_row, fp8_row);
-  const DirectionArguments c =
-      direction_arguments(true, col, amax_col, stream_col, decoded_col, fp8_col);
-  const SharedArguments shared = {
-      rng, {groups, unit, rows_from}, row_ids, first_expert, amaxes_of_columns};
-  check_arguments(x, r, c, shared, sym_origin.size());
-  const auto out = allocate_both(x, r, c, shared);
-  fill(in, r, out.first, c, out.second, shared, C10_AS_INTARRAYREF_SLOW(sym_origin),
-       bridge::ExecutionOn(x));
-  return torch_ops::eight_tensors(out);
+Directions outputs_of(const Tensor& x, const std::string& row, const std::string& col,
+                      const QuantizeOptions& options) {
+  bridge::check_values("quantize", x);
+  const DirectionArguments r = row_arguments(row, options.amax_row, options),
+                           c = col_arguments(col, options.amax_col, options);
+  check_arguments(x, r, c, options);
+  return allocate_both(x, r, c, options);
 }
+
+template <bool kIsMeta>
+EightTensors quantize_as(const Tensor& x, const std::string& row, const std::string& col,
+                         const std::optional<Tensor>& amax_row,
+                         const std::optional<Tensor>& amax_col, const std::optional<Tensor>& rng,
+                         std::int64_t stream_row, std::int64_t stream_col,
+                         c10::SymIntArrayRef origin, const std::optional<Tensor>& groups,
+                         std::int64_t unit, const std::optional<Tensor>& row_ids,
+                         std::int64_t first_expert, const std::optional<Tensor>& rows_from,
+                         bool decoded_row, bool decoded_col, bool fp8_row, bool fp8_col,
+                         bool amaxes_of_columns) {
+  QuantizeOptions options = torch_ops::options_of("quantize", amax_row, amax_col, rng, stream_row,
+                                                  stream_col, origin, decoded_row, decoded_col);
+  options.fp8_row = fp8_row, options.fp8_col = fp8_col;
+  options.amaxes_of_columns = amaxes_of_columns;
+  options.groups = {groups, unit, rows_from};
+  options.row_ids = row_ids;
+  options.first_expert = first_expert;
+  return torch_ops::eight_tensors(
+      kIsMeta ? outputs_of(x, row, col, options)
+              : torch_ops::direct_quantize(x, row, col, options, nullptr, /*shares_memory=*/false));
+}
+
+// Codes have no derivative. layers/linear.cpp has the derivatives of layers.
+const torch_ops::Op quantize_op("quantize", quantize_as<false>, quantize_as<true>,
+                                torch_ops::without_derivative());
 
 }  // namespace
 
 namespace torch_ops {
 
-EightTensors eight_tensors(const std::pair<QuantizedOperand, QuantizedOperand>& operands) {
-  const auto& [r, c] = operands;
-  return {r.codes, r.scale, r.amax, r.decoded, c.codes, c.scale, c.amax, c.decoded};
-}
-
-QuantizeOptions options_of(const char* op, const std::optional<Tensor>& amax_row,
-                           const std::optional<Tensor>& amax_col, const std::optional<Tensor>& rng,
-                           std::int64_t stream_row, std::int64_t stream_col,
-                           c10::SymIntArrayRef origin, bool decoded_row, bool decoded_col) {
-  TORCH_CHECK_VALUE(origin.size() == 2, op, ": expected origin as (row, column), got ",
-                    origin.size(), " numbers");
-  return {.amax_row = amax_row,
-          .amax_col = amax_col,
-          .rng = rng,
-          .stream_row = stream_row,
-          .stream_col = stream_col,
-          .decoded_row = decoded_row,
-          .decoded_col = decoded_col,
-          .origin = {origin[0], origin[1]}};
-}
-
-std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
-    const Tensor& x, const std::string& row, const std::string& col, const QuantizeOptions& options,
-    const CastOfComputed* of, bool shares_memory) {
+Directions direct_quantize(const Tensor& x, const std::string& row, const std::string& col,
+                           const QuantizeOptions& options, const CastOfComputed* of,
+                           bool shares_memory) {
   const TensorRef in = bridge::tensor_ref("quantize", x);
   std::optional<Tensor> amax_row = options.amax_row, amax_col = options.amax_col;
-  DirectionArguments r = direction_arguments(false, row, amax_row, options.stream_row,
-                                             options.decoded_row, options.fp8_row);
-  DirectionArguments c = direction_arguments(true, col, amax_col, options.stream_col,
-                                             options.decoded_col, options.fp8_col);
+  DirectionArguments r = row_arguments(row, amax_row, options),
+                     c = col_arguments(col, amax_col, options);
   if (options.history) {
     const auto& [history, row_of_row, row_of_col] = *options.history;
     if (r.spec && r.spec->delayed) r.history = entries_of(history, row_of_row, amax_row);
     if (c.spec && c.spec->delayed) c.history = entries_of(history, row_of_col, amax_col);
   }
-  const c10::IntArrayRef origin = C10_AS_INTARRAYREF_SLOW(options.origin);
-  const SharedArguments shared = {
-      options.rng, options.groups, options.row_ids, options.first_expert, options.amaxes_of_columns,
-      of};
-  check_arguments(x, r, c, shared, origin.size());
+  check_arguments(x, r, c, options);
   const bridge::ExecutionOn here(x);
   const auto together = [&](const DirectionArguments& d) -> QuantizedOperand {
-    if (d.columnwise && shared.amaxes_of_columns)
+    if (d.columnwise && options.amaxes_of_columns)
       return allocate_amaxes_of_columns(x, *r.spec, options.groups);
     if (!d.spec) return {};
     return allocate_together(x, d, d.read_of(x, options.groups));
   };
-  const std::pair<QuantizedOperand, QuantizedOperand> out =
-      shares_memory ? std::pair{together(r), together(c)} : allocate_both(x, r, c, shared);
-  fill(in, r, out.first, c, out.second, shared, origin, here);
+  const Directions out =
+      shares_memory ? std::pair{together(r), together(c)} : allocate_both(x, r, c, options);
+  fill(in, r, out.first, c, out.second, options, of, here);
   return out;
 }
 
-}  // namespace torch_ops
+Directions quantize(const Tensor& x, const std::string& row, const std::string& col,
+                    const QuantizeOptions& options) {
+  if (can_skip_dispatcher({&x, or_null(options.amax_row), or_null(options.amax_col),
+                           or_null(options.rng), or_null(options.groups.table),
+                           or_null(options.row_ids), or_null(options.groups.rows_from),
+                           options.history ? &options.history->history : nullptr}))
+    return direct_quantize(x, row, col, options);
+  if (options.history) return quantize_by_history(x, row, col, options);
+  return both_of(quantize_op(
+      x, row, col, options.amax_row, options.amax_col, options.rng, options.stream_row,
+      options.stream_col, options.origin, options.groups.table, options.groups.unit,
+      options.row_ids, options.first_expert, options.groups.rows_from, options.decoded_row,
+      options.decoded_col, options.fp8_row, options.fp8_col, options.amaxes_of_columns));
+}
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("quantize", quantize_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl("quantize", quantize_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl("quantize", quantize_meta); }
-// Codes have no derivative. layers/linear.cpp has the derivatives of layers.
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) { m.impl("quantize", torch_ops::without_derivative()); }
+}  // namespace torch_ops
 
 }  // namespace minifloat

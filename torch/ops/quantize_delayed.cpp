@@ -2,7 +2,6 @@
 // history to the current amaxes itself.
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
-#include <torch/library.h>
 
 #include <utility>
 
@@ -10,8 +9,8 @@
 #include "ops/direct.h"
 #include "ops/history.h"
 #include "ops/kernels.h"
+#include "ops/op.h"
 #include "ops/ops.h"
-#include "ops/tangents.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -109,14 +108,19 @@ EightTensors quantize_delayed(const Tensor& x, const std::string& row, const std
     return quantize_real(x, row, col, options);
 }
 
+// Codes have no derivative. layers/linear.cpp has the derivatives of layers.
+const Op quantize_delayed_op(kQuantizeDelayed, quantize_delayed<false>, quantize_delayed<true>,
+                             without_derivative());
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kQuantizeDelayed, quantize_delayed<false>); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kQuantizeDelayed, quantize_delayed<false>); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kQuantizeDelayed, quantize_delayed<true>); }
-// Codes have no derivative. layers/linear.cpp has the derivatives of layers.
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  m.impl(kQuantizeDelayed, torch_ops::without_derivative());
+Directions torch_ops::quantize_by_history(const Tensor& x, const std::string& row,
+                                          const std::string& col, const QuantizeOptions& options) {
+  const auto& [history, history_row, history_col] = *options.history;
+  return both_of(quantize_delayed_op(
+      x, row, col, history, history_row, history_col, options.rng, options.stream_row,
+      options.stream_col, options.groups.table, options.groups.unit, options.row_ids,
+      options.first_expert, options.groups.rows_from, options.decoded_row, options.decoded_col));
 }
 
 }  // namespace minifloat

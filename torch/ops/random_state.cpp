@@ -7,10 +7,10 @@
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/library.h>
 
 #include "ops/bridge.h"
 #include "ops/direct.h"
+#include "ops/op.h"
 
 namespace minifloat {
 namespace {
@@ -52,6 +52,9 @@ Tensor advance_kernel(const Tensor& state, bool in_forward) {
   return copy;
 }
 
+const torch_ops::Op advance_op(kAdvanceRandomState, advance_kernel, advance_meta,
+                               torch_ops::skipped());
+
 // Returns the number of this thread, and of the thread that made the node whose backward pass runs
 // in this one; 0: none runs. Each thread numbers its nodes by itself.
 std::tuple<std::int64_t, std::int64_t> autograd_threads() {
@@ -62,12 +65,6 @@ std::tuple<std::int64_t, std::int64_t> autograd_threads() {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kAdvanceRandomState, advance_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kAdvanceRandomState, advance_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kAdvanceRandomState, advance_meta); }
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  m.impl(kAdvanceRandomState, torch::CppFunction::makeFallthrough());
-}
 TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) { m.impl("autograd_threads", autograd_threads); }
 
 }  // namespace minifloat

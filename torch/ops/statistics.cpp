@@ -13,7 +13,6 @@
 // of a format or a scale is written here. A value is saturated where the largest code of its block
 // stands for less than it, by more than fp32's roundings.
 #include <ATen/ATen.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
@@ -26,8 +25,8 @@
 #include "minifloat/core/hadamard.h"
 #include "minifloat/core/philox.h"
 #include "ops/bridge.h"
+#include "ops/op.h"
 #include "ops/ops.h"
-#include "ops/tangents.h"
 
 namespace minifloat {
 namespace {
@@ -45,30 +44,12 @@ std::vector<std::string> statistic_names() {
           "amax",     "scales", "zero_scales", "channels",  "outlier_channels"};
 }
 
-Tensor dequantize(const torch_ops::QuantizedOperand& q, const std::string& spec,
-                  std::int64_t cols) {
-  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const std::string&,
-                           c10::SymInt, at::ScalarType, const std::optional<Tensor>&, std::int64_t);
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("minifloat::dequantize", "")
-                             .typed<Signature>();
-  return op.call(q.codes, q.scale, q.amax, spec, cols, at::kFloat, std::nullopt, 0);
-}
-
-Tensor hadamard(const Tensor& x, std::int64_t points, bool columnwise, std::uint32_t signs) {
-  using Signature = Tensor(const Tensor&, std::int64_t, bool, std::int64_t,
-                           const std::optional<Tensor>&, std::int64_t);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("minifloat::hadamard", "").typed<Signature>();
-  return op.call(x, points, columnwise, signs, std::nullopt, 0);
-}
-
 // Returns the operand as the spec's transform gives it, in float32. The signs of +eden are drawn
 // from rng, for which the host waits for the device.
 Tensor transformed(const Tensor& x, const Spec& spec, bool columnwise,
                    const std::optional<Tensor>& rng, std::int64_t stream) {
   if (!spec.is_eden())
-    return hadamard(x, spec.transform, columnwise, kHadamardSigns).to(at::kFloat);
+    return torch_ops::hadamard(x, spec.transform, columnwise, kHadamardSigns).to(at::kFloat);
   const Tensor state = rng->cpu();
   const RandomKey key =
       random_key(state.const_data_ptr<std::int64_t>(), static_cast<int>(state.numel()),
@@ -81,7 +62,7 @@ Tensor transformed(const Tensor& x, const Spec& spec, bool columnwise,
   }
   const Tensor each = at::tensor(flips).to(x.options());
   const Tensor flipped = x * (columnwise ? each.unsqueeze(1) : each);
-  return hadamard(flipped, spec.transform, columnwise, 0).to(at::kFloat);
+  return torch_ops::hadamard(flipped, spec.transform, columnwise, 0).to(at::kFloat);
 }
 
 std::int64_t largest_byte(Elements elements) {
@@ -215,10 +196,10 @@ Casts cast_each(at::TensorList x, const Spec& spec, bool columnwise,
     torch_ops::QuantizedOperand q = columnwise ? both.second : both.first;
     y.push_back(spec.transform ? transformed(x[i], spec, columnwise, rng, stream)
                                : (columnwise ? x[i].t() : x[i]));
-    values.push_back(dequantize(q, text, cols));
+    values.push_back(torch_ops::dequantize(q, text, cols, at::kFloat));
     scales.push_back(q.scale.flatten());
     q.codes = at::full_like(q.codes, largest_byte(spec.elements));
-    largest.push_back(dequantize(q, text, cols));
+    largest.push_back(torch_ops::dequantize(q, text, cols, at::kFloat));
   }
   return {stacked(std::move(y)).to(at::kFloat), stacked(std::move(values)),
           stacked(std::move(largest)), scale_values(stacked(std::move(scales)), spec)};
@@ -313,23 +294,13 @@ Tensor error_kernel(at::TensorList results, at::TensorList references,
                    1);
 }
 
-void register_statistics(torch::Library& m) {
-  m.impl("operand_statistics", statistics_kernel);
-  m.impl("result_error", error_kernel);
-}
+const torch_ops::Op operand_statistics_op(kOperandStatistics, statistics_kernel, statistics_meta,
+                                          torch_ops::without_derivative());
+const torch_ops::Op result_error_op(kResultError, error_kernel, error_meta,
+                                    torch_ops::without_derivative());
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_statistics(m); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_statistics(m); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
-  m.impl("operand_statistics", statistics_meta);
-  m.impl("result_error", error_meta);
-}
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  for (const char* op : {"operand_statistics", "result_error"})
-    m.impl(op, torch_ops::without_derivative());
-}
 TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) { m.impl("statistic_names", statistic_names); }
 
 }  // namespace minifloat

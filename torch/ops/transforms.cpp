@@ -2,12 +2,13 @@
 #include "minifloat/transform.h"
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
+#include "minifloat/core/hadamard.h"
 #include "minifloat/core/swizzle.h"
 #include "ops/bridge.h"
 #include "ops/groups.h"
+#include "ops/op.h"
+#include "ops/ops.h"
 
 namespace minifloat {
 namespace {
@@ -219,31 +220,36 @@ Tensor transpose_kernel(const Tensor& codes, SymInt cols) {
   return out;
 }
 
-void register_transforms(torch::Library& m) {
-  m.impl("hadamard", hadamard_kernel);
-  m.impl("swizzle_scales", swizzle_kernel);
-  m.impl("unswizzle_scales", unswizzle_kernel);
-  m.impl("transpose_codes", transpose_kernel);
-}
+// hadamard has no derivative of its own. Codes and scales have no gradient.
+const torch_ops::Op hadamard_op("hadamard", hadamard_kernel, hadamard_meta, torch_ops::refused());
+const torch_ops::Op swizzle_op("swizzle_scales", swizzle_kernel, swizzle_meta,
+                               torch_ops::skipped());
+const torch_ops::Op unswizzle_op("unswizzle_scales", unswizzle_kernel, unswizzle_meta,
+                                 torch_ops::skipped());
+const torch_ops::Op transpose_op("transpose_codes", transpose_kernel, transpose_meta,
+                                 torch_ops::skipped());
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_transforms(m); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_transforms(m); }
-
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
-  m.impl("hadamard", hadamard_meta);
-  m.impl("swizzle_scales", swizzle_meta);
-  m.impl("unswizzle_scales", unswizzle_meta);
-  m.impl("transpose_codes", transpose_meta);
+Tensor torch_ops::hadamard(const Tensor& x, std::int64_t points, bool columnwise,
+                           std::int64_t signs) {
+  return hadamard_op(x, points, columnwise, signs, std::nullopt, 0);
 }
 
-// hadamard has no derivative of its own: a backward pass through it raises. Codes and scales have
-// no gradient.
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  m.impl("hadamard", torch::autograd::autogradNotImplementedFallback());
-  for (const char* op : {"swizzle_scales", "unswizzle_scales", "transpose_codes"})
-    m.impl(op, torch::CppFunction::makeFallthrough());
+// The transform multiplies by signs and then by a symmetric orthogonal matrix.
+Tensor torch_ops::inverse_hadamard(const Tensor& rows, std::int64_t points) {
+  const Tensor bits = at::arange(points, rows.options().dtype(at::kLong)).remainder(16);
+  const Tensor negated =
+      at::bitwise_right_shift(
+          at::full({points}, static_cast<std::int64_t>(kHadamardSigns), bits.options()), bits)
+          .bitwise_and(1);
+  return hadamard(rows, points, false, /*signs=*/0) *
+         at::rsub(negated * 2, 1).repeat_symint({rows.sym_size(1) / points});
+}
+
+Tensor torch_ops::swizzle_scales(const Tensor& scale, const std::optional<Tensor>& offs,
+                                 const std::string& groups) {
+  return swizzle_op(scale, offs, groups);
 }
 
 }  // namespace minifloat

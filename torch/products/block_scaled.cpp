@@ -5,10 +5,10 @@
 
 #include <ATen/ATen.h>
 #include <ATen/BlasBackend.h>
-#include <torch/library.h>
 
 #include "ops/bridge.h"
 #include "ops/direct.h"
+#include "ops/op.h"
 #include "ops/ops.h"
 #include "ops/outputs.h"
 #include "products/epilogue.h"
@@ -182,17 +182,7 @@ Parts block_scaled_operand_meta(const Tensor& codes, const Tensor& scale, const 
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) {
-  m.impl("block_scaled_operand", block_scaled_operand_kernel);
-}
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) {
-  m.impl("block_scaled_operand", block_scaled_operand_kernel);
-}
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
-  m.impl("block_scaled_operand", block_scaled_operand_meta);
-}
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  m.impl("block_scaled_operand", torch::CppFunction::makeFallthrough());
-}
+const torch_ops::Op block_scaled_operand_op("block_scaled_operand", block_scaled_operand_kernel,
+                                            block_scaled_operand_meta, torch_ops::skipped());
 
 }  // namespace minifloat

@@ -9,12 +9,12 @@
 // In torch 2.11 the kernels are MSLK's. They compute those places from the ends, and read MXFP8
 // codes as E4M3 whatever their dtype. Of NVFP4 they read one product of both factors a group.
 #include <ATen/ATen.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "ops/bridge.h"
+#include "ops/op.h"
 #include "products/block_scaled.h"
 #include "products/fp8.h"
 #include "products/grouped.h"
@@ -147,12 +147,7 @@ Results operands_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_
   return operands_meta(a, a_scale, a_amax, b, b_scale, b_amax, text, std::move(k), table, unit);
 }
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kGroupedOperands, operands_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kGroupedOperands, operands_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kGroupedOperands, operands_meta); }
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  m.impl(kGroupedOperands, torch::CppFunction::makeFallthrough());
-}
+const Op operands_op(kGroupedOperands, operands_kernel, operands_meta, skipped());
 
 }  // namespace block_scaled_grouped
 }  // namespace torch_ops

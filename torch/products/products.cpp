@@ -4,13 +4,12 @@
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/library.h>
 
 #include "minifloat/group_checks.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
+#include "ops/op.h"
+#include "ops/outputs.h"
 #include "products/grouped.h"
 
 namespace minifloat {
@@ -246,10 +245,10 @@ void add_scaled_mm_kernel(const Tensor& sum, const Tensor& a, const Tensor& a_sc
   multiply_add(planned, left, right, k.guard_int(__FILE__, __LINE__), sum);
 }
 
-// Returns *t, or an empty tensor where there is none: arguments of an op are defined.
-Tensor or_empty(const Tensor* t, const Tensor& like) {
-  return t && t->defined() ? *t : at::empty({0}, like.options().dtype(at::kFloat));
-}
+// Neither op has a derivative of its own: a backward pass or a tangent through it raises.
+// layers/linear.cpp has the derivatives of layers.
+const Op scaled_mm_op("scaled_mm", scaled_mm_kernel, scaled_mm_meta, refused());
+const Op add_scaled_mm_op(kAdd, add_scaled_mm_kernel, add_scaled_mm_meta, refused());
 
 }  // namespace
 
@@ -285,16 +284,11 @@ Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const Pro
     const at::AutoDispatchBelowADInplaceOrView below;
     return multiply(planned, a, b, *length, {bias, out_dtype}, groups, zeroes_tail);
   }
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("minifloat::scaled_mm", "")
-          .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                        const Tensor&, const std::string&, SymInt, const std::optional<Tensor>&,
-                        at::ScalarType, const std::optional<Tensor>&, std::int64_t, bool)>();
   const Tensor &a_elements = *left.elements, &b_elements = *right.elements;
-  return op.call(a_elements, or_empty(left.scale, a_elements), or_empty(left.amax, a_elements),
-                 b_elements, or_empty(right.scale, b_elements), or_empty(right.amax, b_elements),
-                 planned.text, k, bias, out_dtype, groups.table, groups.unit, zeroes_tail);
+  return scaled_mm_op(a_elements, or_empty(left.scale, a_elements), or_empty(left.amax, a_elements),
+                      b_elements, or_empty(right.scale, b_elements),
+                      or_empty(right.amax, b_elements), planned.text, k, bias, out_dtype,
+                      groups.table, groups.unit, zeroes_tail);
 }
 
 void add_scaled_mm(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
@@ -308,15 +302,10 @@ void add_scaled_mm(const PlannedProduct& planned, const ProductInput& a, const P
     const at::AutoDispatchBelowADInplaceOrView below;
     return multiply_add(planned, a, b, *length, sum);
   }
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("minifloat::add_scaled_mm", "")
-          .typed<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                      const Tensor&, const Tensor&, const std::string&, SymInt)>();
   const Tensor &a_elements = *left.elements, &b_elements = *right.elements;
-  op.call(sum, a_elements, or_empty(left.scale, a_elements), or_empty(left.amax, a_elements),
-          b_elements, or_empty(right.scale, b_elements), or_empty(right.amax, b_elements),
-          planned.text, k);
+  add_scaled_mm_op(sum, a_elements, or_empty(left.scale, a_elements),
+                   or_empty(left.amax, a_elements), b_elements, or_empty(right.scale, b_elements),
+                   or_empty(right.amax, b_elements), planned.text, k);
 }
 
 Tensor sum_of_groups(const Tensor& x, const Tensor& table) {
@@ -336,25 +325,6 @@ ProductInput prepare_input(const PlannedProduct& planned, const Spec& spec, Prod
   const Codes* const codes = std::get_if<Codes>(&input);
   if (prepare && codes) return prepare(spec, *codes, cols);
   return input;
-}
-
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) {
-  m.impl("scaled_mm", scaled_mm_kernel);
-  m.impl(kAdd, add_scaled_mm_kernel);
-}
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) {
-  m.impl("scaled_mm", scaled_mm_kernel);
-  m.impl(kAdd, add_scaled_mm_kernel);
-}
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
-  m.impl("scaled_mm", scaled_mm_meta);
-  m.impl(kAdd, add_scaled_mm_meta);
-}
-// Neither op has a derivative of its own: a backward pass or a tangent through it raises.
-// layers/linear.cpp has the derivatives of layers.
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  m.impl("scaled_mm", torch::autograd::autogradNotImplementedFallback());
-  m.impl(kAdd, torch::autograd::autogradNotImplementedFallback());
 }
 
 }  // namespace torch_ops

@@ -1,12 +1,12 @@
 // Fragments of flat codes: the cuts of even shards of a weight, the place of each fragment in a
 // rank's shard codes, and the copies that merge gathered shard codes into whole flat codes.
 #include <ATen/ATen.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
 #include "minifloat/partial_cast.h"
 #include "ops/bridge.h"
+#include "ops/op.h"
 
 namespace minifloat {
 namespace {
@@ -143,19 +143,15 @@ std::vector<std::int64_t> fragment_layout(const Texts& specs, at::IntArrayRef co
   return layout;
 }
 
-}  // namespace
+void merge_fragments_meta(const Tensor& gathered, TensorList flat_codes, at::IntArrayRef,
+                          std::int64_t) {
+  bridge::check_one_device("merge_fragments", {gathered, flat_codes});
+}
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("merge_fragments", merge_fragments_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl("merge_fragments", merge_fragments_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
-  m.impl("merge_fragments",
-         [](const Tensor& gathered, TensorList flat_codes, at::IntArrayRef, std::int64_t) {
-           bridge::check_one_device("merge_fragments", {gathered, flat_codes});
-         });
-}
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  m.impl("merge_fragments", torch::CppFunction::makeFallthrough());
-}
+const torch_ops::Op merge_fragments_op("merge_fragments", merge_fragments_kernel,
+                                       merge_fragments_meta, torch_ops::skipped());
+
+}  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
   m.impl("even_cuts", even_cuts);

@@ -3,11 +3,11 @@
 #include "minifloat/messages.h"
 
 #include <ATen/ATen.h>
-#include <torch/library.h>
 
 #include "minifloat/core/shard.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
+#include "ops/op.h"
 
 namespace minifloat {
 namespace {
@@ -104,24 +104,13 @@ void sum_messages_kernel(const Tensor& messages, const std::string& spec, const 
   });
 }
 
-void register_messages(torch::Library& m) {
-  m.impl(kQuantizeMessages, quantize_messages_kernel);
-  m.impl(kSumMessages, sum_messages_kernel);
-}
+const torch_ops::Op quantize_messages_op(kQuantizeMessages, quantize_messages_kernel,
+                                         quantize_messages_meta, torch_ops::skipped());
+const torch_ops::Op sum_messages_op(kSumMessages, sum_messages_kernel, sum_messages_meta,
+                                    torch_ops::skipped());
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_messages(m); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_messages(m); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
-  m.impl(kQuantizeMessages, quantize_messages_meta);
-  m.impl(kSumMessages, sum_messages_meta);
-}
 TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) { m.impl("message_bytes", message_bytes); }
-// Messages have no derivative.
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  for (const char* op : {kQuantizeMessages, kSumMessages})
-    m.impl(op, torch::CppFunction::makeFallthrough());
-}
 
 }  // namespace minifloat

@@ -1,7 +1,7 @@
-#include "ops/tangents.h"
+#include "ops/op.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DispatchKeySet.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 namespace minifloat::torch_ops {
 namespace {
@@ -24,6 +24,10 @@ void check_no_tangent(const char* op, const char* name, const at::Tensor& t) {
       " without a tangent, got one: forward-mode differentiation does not pass through a quantized "
       "product; use reverse mode, or leave the layer in high precision");
 }
+
+torch::CppFunction skipped() { return torch::CppFunction::makeFallthrough(); }
+
+torch::CppFunction refused() { return torch::autograd::autogradNotImplementedFallback(); }
 
 torch::CppFunction without_derivative() {
   return torch::CppFunction::makeFromBoxedFunction<&check_and_redispatch>();

@@ -1,0 +1,58 @@
+// The ops that have kernels for a device: each is one object beside its code, which registers the
+// kernels and calls the op through the dispatcher. schemas.cpp has the schemas.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <utility>
+
+namespace minifloat::torch_ops {
+
+// Raises NotImplementedError where t has a tangent. op, name: of the argument, for the message.
+void check_no_tangent(const char* op, const char* name, const at::Tensor& t);
+
+// The autograd kernels of ops without a derivative of their own. At codes:
+torch::CppFunction skipped();             // does nothing
+torch::CppFunction without_derivative();  // outputs require no grad, and a tangent raises
+// At values: a backward pass or a tangent through the op raises.
+torch::CppFunction refused();
+
+template <class Signature>
+class Op;
+
+template <class Result, class... Arguments>
+class Op<Result(Arguments...)> {
+ public:
+  using Kernel = Result (*)(Arguments...);
+
+  // kernel: for the CPU and CUDA.   meta: returns the shapes, after all checks of the arguments
+  Op(const char* name, Kernel kernel, Kernel meta)
+      : library_(torch::Library::IMPL, "minifloat", std::nullopt, __FILE__, __LINE__),
+        handle_(registered(name, kernel, meta).template typed<Result(Arguments...)>()) {}
+  Op(const char* name, Kernel kernel, Kernel meta, torch::CppFunction derivative)
+      : Op(name, kernel, meta) {
+    library_.impl(name, c10::DispatchKey::Autograd, std::move(derivative));
+  }
+
+  Result operator()(Arguments... arguments) const {
+    return handle_.call(std::forward<Arguments>(arguments)...);
+  }
+
+ private:
+  c10::OperatorHandle registered(const char* name, Kernel kernel, Kernel meta) {
+    library_.impl(name, c10::DispatchKey::CPU, kernel);
+    library_.impl(name, c10::DispatchKey::CUDA, kernel);
+    library_.impl(name, c10::DispatchKey::Meta, meta);
+    return *c10::Dispatcher::singleton().findOp(library_._resolve(name));
+  }
+
+  torch::Library library_;
+  c10::TypedOperatorHandle<Result(Arguments...)> handle_;
+};
+
+template <class Result, class... Arguments, class... Rest>
+Op(const char*, Result (*)(Arguments...), Rest...) -> Op<Result(Arguments...)>;
+
+}  // namespace minifloat::torch_ops
