@@ -16,13 +16,11 @@
 #include "layers/amax_histories.h"
 #include "layers/sharding.h"
 #include "minifloat/recipe.h"
+#include "ops/history.h"
 #include "ops/ops.h"
 #include "products/products.h"
 
 namespace minifloat::torch_ops {
-
-// An operand, which is its row of the amax history and of the table below.
-enum Place { kFpropX, kFpropW, kDgradG, kDgradW, kWgradG, kWgradX, kPlaces };
 
 struct OperandInfo {
   Matrix matrix;

@@ -13,6 +13,9 @@ namespace minifloat::torch_ops {
 
 using at::Tensor;
 
+// The operands of a layer's three products, which are the rows of its history.
+enum Place { kFpropX, kFpropW, kDgradG, kDgradW, kWgradG, kWgradX, kPlaces };
+
 // The first columns of a history: the active amax, and the current amax of this step. Those of
 // earlier steps follow.
 enum HistoryColumn { kActive, kCurrent };

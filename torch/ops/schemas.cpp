@@ -5,8 +5,11 @@
 // scale and amax (docs/lexicon.md).
 #include <torch/library.h>
 
+#include <string>
+
 #include "layers/expert_rows.h"
 #include "layers/sharding.h"
+#include "minifloat/core/hadamard.h"
 
 namespace minifloat {
 
@@ -74,10 +77,11 @@ TORCH_LIBRARY(minifloat, m) {
         tags);
 
   // Transforms.
-  m.def(
-      "hadamard(Tensor x, int points=16, bool columnwise=False, int signs=55272, *, "
-      "Tensor? groups=None, int group_unit=0) -> Tensor",
-      tags);
+  const std::string signs = std::to_string(kHadamardSigns);
+  m.def(("hadamard(Tensor x, int points=16, bool columnwise=False, int signs=" + signs +
+         ", *, Tensor? groups=None, int group_unit=0) -> Tensor")
+            .c_str(),
+        tags);
   m.def("swizzle_scales(Tensor scale, *, Tensor? offs=None, str groups=\"\") -> Tensor", tags);
   m.def(
       "unswizzle_scales(Tensor swizzled, SymInt rows, SymInt cols, *, Tensor? offs=None, "

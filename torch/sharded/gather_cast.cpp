@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "ops/bridge.h"
+#include "ops/history.h"
 #include "ops/ops.h"
 #include "sharded/gather_batch.h"
 
@@ -22,8 +23,6 @@ using at::Tensor;
 constexpr const char* kGatherCast = "GatherBatch.cast";
 constexpr std::int64_t kInputAlignment = 256;   // bytes
 constexpr std::int64_t kScratchAlignment = 16;  // bytes
-// The rows of W, as fprop and dgrad read W, in an amax history.
-constexpr std::int64_t kHistoryRows[] = {1, 3};
 
 Copy copy_bytes(const void* from, void* to, std::int64_t bytes) {
   return {static_cast<const std::uint8_t*>(from), static_cast<std::uint8_t*>(to), bytes, false};
@@ -35,10 +34,10 @@ const float* active_amax(const Tensor& history, bool columnwise, const Tensor& l
   bridge::check_memory(kGatherCast, "histories", history);
   bridge::check_same_device(kGatherCast, "histories", history, like);
   TORCH_CHECK_VALUE(history.scalar_type() == at::kFloat && history.dim() == 2 &&
-                        history.size(0) > kHistoryRows[1] && history.size(1) > 0,
+                        history.size(0) > kDgradW && history.size(1) > 0,
                     kGatherCast, ": expected float32 histories of (operands, 1 + steps), got ",
                     history.scalar_type(), " ", history.sizes());
-  return history.const_data_ptr<float>() + kHistoryRows[columnwise] * history.stride(0);
+  return history.const_data_ptr<float>() + (columnwise ? kDgradW : kFpropW) * history.stride(0);
 }
 
 // The scratch memory of one call, and its transposes and copies.
@@ -122,7 +121,7 @@ void cast_transformed(CastWork& work, const CastEntry& entry, const Tensor& shar
     TORCH_CHECK_VALUE(entry.weight < histories.size(), kGatherCast,
                       ": expected an amax history of each weight, got ", histories.size());
     active_amax(histories[entry.weight], columnwise, work.like);  // checks the history
-    amax = histories[entry.weight].select(0, kHistoryRows[columnwise]).select(0, 0);
+    amax = histories[entry.weight].select(0, columnwise ? kDgradW : kFpropW).select(0, 0);
   } else if (shard.exchanged() > 0) {
     amax =
         direction.exchanged.narrow(0, direction.exchanged_at, shard.exchanged()).view(at::kFloat);
