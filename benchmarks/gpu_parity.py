@@ -39,7 +39,7 @@ from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
-from _entries import THEN, RunSpec, parse_entry
+from _entries import NAME, PRODUCTS, THEN, RunSpec, parse_entry
 from _measure import PeakMemory
 from _parity_records import BF16, RESULTS, draw_images, print_tables, records_in, write_record
 from _parity_tokens import VOCABULARY, load_tokens
@@ -185,17 +185,18 @@ class Plan:
     def parse(cls, entry: str, seed: int) -> Plan:
         """Parses an entry of _entries.py, or `RECIPE wire=SPEC then=OTHER last=5%`.
 
-        RECIPE may be a torchao run's name.
+        RECIPE may be a torchao run's name. A name that an entry gives is the whole name of its run.
         """
         text, then, other = entry.partition(THEN)
         text, _, wire = text.partition(WIRE)
+        is_named = bool((match := NAME.fullmatch(text)) and match[1] not in PRODUCTS)
         text = f"{text}={BF16}" if text.startswith(TORCHAO_PREFIX) else text
         other, percent = match.groups() if (match := LAST.fullmatch(other)) else (other, 0)
         spec = parse_entry(f"{text}{then}{other}", seed)
         first = spec.name.partition(THEN)[0]
-        name = f"{first}{WIRE}{wire}" if wire else first
-        name += f"{THEN}{spec.then}" if spec.then else ""
-        name += f" last={percent}%" if spec.then and percent else ""
+        name = f"{first}{WIRE}{wire}" if wire and not is_named else first
+        if spec.then and not is_named:
+            name += f"{THEN}{spec.then}" + (f" last={percent}%" if percent else "")
         return cls(replace(spec, name=first), name, wire, int(percent) or cls.percent)
 
     def first_steps(self, steps: int) -> int:

@@ -51,7 +51,7 @@ def test_records_in_the_repository_are_of_one_trial(parity):
         ),
         ("bf16 wire=mxfp8 then=nvfp4", "bf16 wire=mxfp8 then=nvfp4", "bf16_wire_mxfp8_then_nvfp4"),
         ("torchao_rowwise then=bf16", "torchao_rowwise then=bf16", "torchao_rowwise_then_bf16"),
-        ("a=mxfp8 then=bf16", "a then=bf16", "a_then_bf16"),
+        ("a=mxfp8 wire=mxfp8 then=bf16 last=5%", "a", "a"),
     ],
 )
 def test_an_entry_names_its_record(parity, entry, name, file):
