@@ -12,6 +12,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 CMAKE := $(VENV)/bin/cmake
 READY := $(VENV)/.ready
+LINTERS := $(VENV)/.ready-lint
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 # Builds and runs must not depend on a package of the same name in somebody's home.
 export PYTHONNOUSERSITE := 1
@@ -20,7 +21,7 @@ CXX_FOLDERS := $(wildcard include src torch tests benchmarks examples)
 CXX_SOURCES = $(shell find $(CXX_FOLDERS) -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 PY_FOLDERS := $(wildcard python tests benchmarks examples tools docs/*.py docs/*/*.py)
 
-.PHONY: help setup build libraries all-architectures train print-cpu test test-all test-torchtitan-0.3 test-asan test-aarch64 test-aarch64-torch aarch64-tools test-exhaustive test-gpu bench lint format tidy docs package-tools wheel sdist test-wheel test-sdist check-tag clean
+.PHONY: help setup build libraries all-architectures train print-cpu test test-all test-torchtitan-0.3 test-asan test-aarch64 test-aarch64-torch aarch64-tools test-exhaustive test-gpu bench lint style lock format tidy docs package-tools wheel sdist test-wheel test-sdist check-tag clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +39,8 @@ help:
 	@echo "make test-gpu         the tests that need a CUDA device"
 	@echo "make bench            the benchmark tables; on a GPU machine build/gpu_roofline.png too"
 	@echo "make lint | format    check | fix style, types, layers, pages, commits' messages"
+	@echo "make style            what lint checks without torch: all but types"
+	@echo "make lock             requirements.lock, from the groups of pyproject.toml"
 	@echo "make tidy             clang-tidy over the torch-free sources"
 	@echo "make docs             the site, build/site, where each warning is an error"
 	@echo "make all-architectures  kernels for every GPU since Ampere; CUDA=ON TARGETS=... for some"
@@ -49,16 +52,26 @@ help:
 # ---- Environment and build -------------------------------------------------------------------
 setup: $(READY)
 
-$(READY): requirements.txt requirements-clients.txt requirements-cuda.txt requirements-torchtitan.txt tools/link_tree.py
-	@$(PYTHON) tools/check_environment.py
+# The groups of pyproject.toml at the versions of requirements.lock.
+PIP = $(PY) -m pip install --quiet --disable-pip-version-check -c requirements.lock
+
+$(LINTERS): pyproject.toml requirements.lock
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt \
-	  -r requirements-clients.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-torchtitan.txt
-	! command -v nvcc >/dev/null || \
-	  $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-cuda.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check 'pip>=25.1'  # knows groups
+	$(PIP) --group lint
+	@touch $@
+
+$(READY): $(LINTERS) tools/link_tree.py
+	@$(PYTHON) tools/check_environment.py
+	$(PIP) --group dev
+	$(PIP) --no-deps --group torchtitan
+	! command -v nvcc >/dev/null || $(PIP) --no-deps --group cuda
 	$(PY) tools/link_tree.py
 	@touch $@
+
+lock: package-tools  # takes what is newer alone where a group asks for it, or with UPGRADE=-U
+	$(VENV)/bin/uv pip compile --quiet --universal --python-version 3.10 --no-annotate $(UPGRADE) \
+	  --custom-compile-command 'make lock' --group dev --group docs --group wheel -o requirements.lock
 
 CONFIGURE = $(CMAKE) --preset default -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE
 # The build is for this machine: with kernels for its GPUs where nvcc is, else for the CPU alone.
@@ -79,7 +92,7 @@ all-architectures:  # code for every GPU since Ampere
 	$(MAKE) build CUDA=ON TARGETS=ALL
 
 package-tools: $(READY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-wheel.txt
+	$(PIP) --group wheel
 
 # -compress-mode=size: of code for all GPUs, the smallest file.
 wheel: CUDA = ON
@@ -142,7 +155,7 @@ test-torchtitan-0.3: $(READY)
 	test -x $(TITAN3)/bin/python || $(PY) -m venv --without-pip $(TITAN3)
 	$(PY) -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
 	  >"$$($(TITAN3)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/zz.pth"
-	$(TITAN3_PIP) -r requirements-torchtitan-0.3.txt
+	$(TITAN3_PIP) --group torchtitan-0-3
 	CMAKE_ARGS=-DMINIFLOAT_CUDA=OFF CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 	  $(TITAN3_PIP) --no-build-isolation --force-reinstall .
 	$(TITAN3)/bin/python -m pytest tests/torchtitan/override_0_3.py tests/tools/pip_installed.py
@@ -180,21 +193,22 @@ test-exhaustive: build
 test-gpu: build  # where the device or the backend is missing, it says so and fails
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or \
 	  sys.exit("test-gpu: expected a CUDA device, torch sees none")'
-	@$(PY) -c 'import minifloat, torch; minifloat.amax(torch.ones(1, 1, device="cuda"), "nvfp4")'
+	@$(PY) -c 'import torch; from minifloat.tensor import amax; amax(torch.ones(1, 1, device="cuda"), "nvfp4")'
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(or $(GPU_TEST_PROCESSES),8) --dist worksteal \
 	  -m gpu tests/gpu $(PYTEST_ARGS)
 
 # ---- Benchmarks ------------------------------------------------------------------------------
 bench: build  # build/*.json; with a CUDA device also build/gpu_roofline.png
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	tools/run_benchmarks.sh $(JOBS)
 
 # ---- Style -----------------------------------------------------------------------------------
-lint: $(READY)
+lint: style $(READY)
+	$(VENV)/bin/mypy
+
+style: $(LINTERS)  # of lint what needs no torch: 50 MB
 	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
 	$(VENV)/bin/ruff check $(PY_FOLDERS)
 	$(VENV)/bin/ruff format --check $(PY_FOLDERS)
-	$(VENV)/bin/mypy
 	$(PY) tools/check_layers.py --self-test
 	$(PY) tools/check_layers.py
 	$(PY) tools/check_docs.py --self-test
@@ -202,7 +216,7 @@ lint: $(READY)
 	$(PY) tools/check_commits.py --self-test
 	$(PY) tools/check_commits.py
 
-format: $(READY)
+format: $(LINTERS)
 	$(VENV)/bin/clang-format -i $(CXX_SOURCES)
 	$(VENV)/bin/ruff check --fix-only --quiet $(PY_FOLDERS)
 	$(VENV)/bin/ruff format $(PY_FOLDERS)
@@ -218,8 +232,8 @@ check-tag:
 # ---- The site --------------------------------------------------------------------------------
 SITE_READY := $(VENV)/.ready-docs
 
-$(SITE_READY): requirements-docs.txt $(READY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-docs.txt
+$(SITE_READY): $(READY)
+	$(PIP) --group docs
 	@touch $@
 
 docs: $(SITE_READY)  # all pages each time: one that is not read again does not repeat its warning

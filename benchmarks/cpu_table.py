@@ -109,7 +109,7 @@ def print_peers() -> list[dict[str, float | str]]:
         from torchao.prototype.mx_formats.mx_tensor import to_mx
         from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
     except ImportError as error:
-        print(f"torchao: not compared ({error}); pip install -r requirements-bench.txt")
+        print(f"torchao: not compared ({error}); pip install torchao")
         return []
     x = torch.randn(SHAPE).bfloat16()
     scale = x.abs().max().float() / (448 * 6)

@@ -102,7 +102,7 @@ function(minifloat_cutlass target)
     message(
       FATAL_ERROR
         "minifloat: expected CUTLASS's headers, which the kernels for products of experts need, "
-        "found none. Install them: pip install --no-deps -r requirements-cuda.txt. Or set "
+        "found none. Install them: pip install --no-deps --group cuda. Or set "
         "-DMINIFLOAT_CUTLASS_INCLUDE to their folder, or to OFF: experts' products are then "
         "torch's, which take up to 2.7 times as long (docs/measured/experts.md)")
   endif()

@@ -8,21 +8,27 @@ checks it, so a wheel asks for the torch that it was built with:
     pip install .                        torch of [build-system] requires
     pip install --no-build-isolation .   the torch already installed, 2.11 or newer
 
-Beside nvcc pip also fetches requirements-cuda.txt into the build environment. [build-system]
-requires cannot depend on nvcc.
+Beside nvcc pip also fetches the group cuda of pyproject.toml into the build environment:
+[build-system] requires cannot depend on nvcc.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib  # scikit-build-core needs it there
+
 MINIMUM = (2, 11)
-CUDA = Path(__file__).resolve().parents[1] / "requirements-cuda.txt"
+PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 def has_cuda() -> bool:
@@ -41,8 +47,8 @@ def get_requires_for_dynamic_metadata(_settings: Mapping[str, Any]) -> list[str]
     """Returns what the build environment needs beside [build-system] requires."""
     if not has_cuda():
         return []
-    lines = [line.partition("#")[0].strip() for line in CUDA.read_text().splitlines()]
-    return [line for line in lines if line]
+    groups: dict[str, list[str]] = tomllib.loads(PROJECT.read_text())["dependency-groups"]
+    return groups["cuda"]
 
 
 def dynamic_metadata(field: str, settings: Mapping[str, Any]) -> list[str]:

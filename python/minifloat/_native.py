@@ -38,7 +38,7 @@ def load(folder: Path = FOLDER, torch_version: str = torch.__version__) -> None:
             f"minifloat: expected torch {' or '.join(found)}, for which this package was built, "
             f"got {torch_version}; build it for this torch, in the source tree: `pip install "
             "scikit-build-core cmake ninja && pip install --no-build-isolation .`; where nvcc is, "
-            "`pip install --no-deps -r requirements-cuda.txt` first"
+            "`pip install --no-deps --group cuda` first"
         )
     try:
         torch.ops.load_library(str(path))

@@ -1,1 +1,1 @@
-"""Tests with other libraries: what requirements-clients.txt lists."""
+"""Tests with other libraries: the group `clients` of pyproject.toml."""

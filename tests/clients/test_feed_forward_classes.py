@@ -63,7 +63,7 @@ def test_t5_with_an_activation_of_the_op():
     require_right(module, outcome_of(module))
 
 
-# Of the classes of the transformers that requirements-clients.txt names: how many are one op, and
+# Of the classes of the transformers of requirements.lock: how many are one op, and
 # how many are left out because of which node.
 EVERY = {
     "silu are one op": 164,

@@ -63,7 +63,7 @@ VENV := .venv
 .PHONY: build test
 build: $(READY)
 test slow-test: export A ?= 1
-$(READY): requirements.txt
+$(READY): pyproject.toml
 \techo "other: text"
 """
 STEPS = """
