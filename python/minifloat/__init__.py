@@ -17,7 +17,7 @@ What this module does not name itself, its submodules do:
 from . import distributed, functional, lab, moe, nn, tensor
 from . import function_transforms as _function_transforms  # registers kernels of layers' ops
 from ._native import ops as _ops  # loads the operators; keep it before the rest
-from ._version import __version__
+from ._version import __version__ as __version__
 from .distributed import register as _register_distributed  # functions that layers call
 from .engine_choice import engines
 from .functional import linear

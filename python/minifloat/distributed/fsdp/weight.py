@@ -47,7 +47,8 @@ SAME_WEIGHTS = "precompute_scales: expected all ranks to have gathered the same 
 def wrap_sharded_weight(module: nn.Module, parameter: Tensor) -> None:
     """Wraps the local tensor of a parameter that FSDP2 has sharded by rows; leaves any other."""
     layer = cast(Linear, module)
-    plan, present = layer.gather_plan, layer._parameters.get("weight")
+    plan = layer.gather_plan
+    present: Tensor | None = layer._parameters.get("weight")
     if not isinstance(plan, GatherPlan) or not is_distributed(parameter):
         return
     is_divided = present is not None and present is not parameter and is_distributed(present)

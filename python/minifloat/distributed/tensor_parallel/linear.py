@@ -139,7 +139,7 @@ def shard_dim_of(weight: DTensor) -> int | None:
     return dim
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def token_multiple(recipe: str) -> int:
     """Returns the number that must divide a run of tokens for a gather of codes; 0: no gather."""
     return ops.token_unit(recipe)
