@@ -3,6 +3,7 @@
     circles    no module imports itself through others, not even inside a function or for types
     rooms      of tensor, nn, distributed and moe, none imports one that stands after it
     queries    only _native.py and spec.py call the operators about specs, or split a spec's text
+    private    only private_torch.py and FSDP2's private_state.py read private names of torch
 
 Modules are parsed, not imported. Every import statement counts, wherever it stands, and so does
 import_module of a constant name.
@@ -11,6 +12,7 @@ import_module of a constant name.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import NamedTuple
@@ -24,6 +26,7 @@ CLOSED = {
     "distributed": ("moe",),
 }
 ANSWERERS = (f"{PACKAGE}._native", f"{PACKAGE}.spec")
+READERS = (f"{PACKAGE}.private_torch", f"{PACKAGE}.distributed.fsdp.private_state")
 QUERIES = ("spec_info", "spec_sizes")
 CUTS = ("split", "rsplit", "partition", "rpartition")
 FORMATS = ("bf16", "e4m3", "e5m2", "e2m1", "mxfp", "nvfp4")
@@ -181,11 +184,32 @@ def queries(modules: Mapping[str, Module], graph: Graph) -> Iterator[Broken]:
                 yield Broken(module.path, line, message)
 
 
+def is_private(name: str) -> bool:
+    """Tells whether a dotted name is of torch, and has a part that begins with one underscore."""
+    first, *parts = name.split(".")
+    return first == "torch" and any(re.match("_[^_]", part) for part in parts)
+
+
+def private(modules: Mapping[str, Module], graph: Graph) -> Iterator[Broken]:
+    for module in modules.values():
+        if module.name in READERS:
+            continue
+        found = dict(imported_names(module))
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Attribute):
+                found.setdefault(node.lineno, "")
+                found[node.lineno] = max(found[node.lineno], ast.unparse(node), key=is_private)
+        for line, name in found.items():
+            if is_private(name):
+                yield Broken(module.path, line, f"private_torch.py alone reads {name}")
+
+
 def check(texts: Mapping[PurePosixPath, str]) -> list[Broken]:
     """Applies every rule to the package, given as its files' paths and texts."""
     modules = {m.name: m for m in (read_module(path, text) for path, text in texts.items())}
     graph = import_graph(modules)
-    return [*circles(modules, graph), *rooms(modules, graph), *queries(modules, graph)]
+    rules = circles, rooms, queries, private
+    return [broken for rule in rules for broken in rule(modules, graph)]
 
 
 # ---- Self-test -----------------------------------------------------------------------------------
@@ -225,6 +249,10 @@ CASES: tuple[tuple[dict[str, str], int], ...] = (
     ({"a.py": "s.split('+')\ns.partition('*')\ns.rpartition('/')\ns.split(',')\n"}, 4),
     ({"a.py": "s.split('.')\n'+'.join(s)\n"}, 0),
     ({"a.py": "s.startswith('nvfp4')\n"}, 1),
+    ({"a.py": "import torch._dynamo\nfrom torch.utils._pytree import tree_map\n"}, 2),
+    ({"a.py": "from torch._C import (\n    x,\n    _y,\n)\nz = torch._C._nn.silu\n"}, 2),
+    ({"a.py": "from torch import __version__\nt._version\ntorch.nn.functional.silu\n"}, 0),
+    ({"private_torch.py": "import torch._C\n"}, 0),
 )
 
 

@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ._native import ops
+from .private_torch import TreeSpec, has_transform, tree_flatten, tree_unflatten
 
 OPS = ("linear", "linear_group", "mlp", "scaled_grouped_mm", "grouped_mlp")
 SHARDED = ("linear_sharded", "scaled_grouped_mm_sharded")
@@ -152,7 +152,7 @@ def transformed(op: str, *args: Any, **kwargs: Any) -> Tensor | list[Tensor]:
 
 def require_no_transform(name: str, why: str) -> None:
     """Raises NotImplementedError, with the name and the reason, within a transform."""
-    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack():
+    if not torch.compiler.is_compiling() and has_transform():
         raise NotImplementedError(
             f"{name}: expected evaluation mode within the transforms of torch.func, got training "
             f"mode: {why}; call .eval() on it first, or use torch.autograd.grad"

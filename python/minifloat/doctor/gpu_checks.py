@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from .._native import ops
 from ..engine_choice import CPU, Engine, engines
 from ..functional import linear, scaled_grouped_mm
 from ..nn.convert.quantize import quantize_
 from ..nn.state.model_state import step
+from ..private_torch import tree_leaves
 from ..recipe import Recipe, presets
 from ..spec import Spec
 from ..tensor.quantized import quantize

@@ -4,16 +4,15 @@ from collections.abc import Callable
 
 import torch
 
+from ..private_torch import has_fast_bf16, sleep_cycles
+
 
 def product_dtype(device: str) -> torch.dtype:
     """Returns bf16, or fp32 on CPUs without a fast bf16 product (x86-64 without AVX-512).
 
     There torch's bf16 product takes 5 to 50 times as long as its fp32 product.
     """
-    is_fast = device != "cpu" or (
-        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-    return torch.bfloat16 if is_fast else torch.float32
+    return torch.bfloat16 if device != "cpu" or has_fast_bf16() else torch.float32
 
 
 def describe_product_dtype(device: str) -> str:
@@ -29,7 +28,7 @@ def cuda_seconds(work: Callable[[], object], calls: int = 16) -> float:
     of the launches is not counted.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)  # in clock cycles
+    sleep_cycles(2_000_000)
     begin.record()
     for _ in range(calls):
         work()

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import tree_leaves
 
 from .._native import ops
 from ..moe.convert.experts import ROUTER_REASON, parameters_of
@@ -33,6 +32,7 @@ from ..nn.linear import Linear
 from ..nn.names import clean_name, join
 from ..nn.registry import expert_functions, is_distributed
 from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState
+from ..private_torch import tree_leaves
 from ..recipe import Recipe, RecipeMap
 from ..tensor.quantized_tensor import QuantizedTensor
 from .watch import KeptGenerators, WeightReads, function_that_hides

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.autograd.function import FunctionCtx
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from ..private_torch import OpOverload, TorchDispatchMode, tree_leaves
 
 Op = OpOverload[..., Any]
 

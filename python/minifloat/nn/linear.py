@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..checks import require_bool, require_int, require_text
+from ..private_torch import is_transformed, tracing_state
 from ..recipe import Recipe
 from ..tensor.directions import require_nearest
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -147,10 +148,10 @@ class Linear(RecipeState, nn.Linear):
             given["weight_operands"] = operands
         if not is_compiling and type(input) is Tensor and not input.is_meta:
             cache = self.weight_codes
-            if cache is not None and torch._C._get_tracing_state() is None:  # else a constant
+            if cache is not None and tracing_state() is None:  # else a constant
                 cache.notice_capture(input)
                 given |= {"weight_cache": cache.id, "training": self.training}
-            if self.shared_input is not None and not torch._C._are_functorch_transforms_active():
+            if self.shared_input is not None and not is_transformed():
                 columnwise = torch.is_grad_enabled() and weight.requires_grad
                 given["x_operands"] = self.shared_input.operands(
                     input, recipe.text, columnwise, conditions_of(input)

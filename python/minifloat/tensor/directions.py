@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from ..private_torch import is_wrapper
 from ..spec import Spec
 from .quantized import Quantized, require_tensor
 from .transforms import transpose_codes
@@ -44,8 +45,7 @@ def require_memory(name: str, t: Tensor) -> None:
 
     torch's copies do not check this.
     """
-    is_wrapper = torch._C._dispatch_keys(t).has(torch._C.DispatchKey.Python)  # of other tensors
-    if is_wrapper or t.device.type not in ("cpu", "cuda"):
+    if is_wrapper(t) or t.device.type not in ("cpu", "cuda"):
         return
     if t.numel() == 0 or torch.compiler.is_compiling():
         return

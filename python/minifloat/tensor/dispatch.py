@@ -9,9 +9,9 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .._native import ops
+from ..private_torch import tree_leaves, tree_map
 from ..spec import Spec
 from .directions import map_tensors, slice_elements
 from .memory import refuse_memory

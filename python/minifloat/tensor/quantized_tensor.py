@@ -28,8 +28,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 
+from ..private_torch import OpOverload
 from ..recipe import Recipe
 from ..spec import Spec
 from .directions import TENSORS, require_direction, require_nearest, transposed, weight_shape

@@ -45,8 +45,9 @@ from ..handshake import SAME_WEIGHT, agree, require_same
 from .private_state import UnknownFsdpError, find_fsdp_group, policy_of
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor import DTensor
+
+    from .private_state import FSDPParamGroup
 
 GatherInputs = tuple[tuple[Tensor, ...], object]  # of the all-gather, and what `receive` gets
 Received = tuple[Tensor, tuple[Tensor, ...]] | None  # the gathered weight and its memory

@@ -28,11 +28,12 @@ from ...nn.names import clean_name, join, unwrapped
 from ...nn.state.random_state import GRADIENT_RNG, Place, RngState
 from ...spec import Spec
 from ..handshake import raise_on_all, require_same
-from .private_state import UnknownFsdpError, groups_of, policy_of
+from .private_state import UnknownFsdpError, groups_of, mesh_of, policy_of
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    from .private_state import FSDPParamGroup
 
 ALIKE = "quantize_gradients_: expected all ranks to send gradients alike"
 ARRIVE = "quantize_gradients_: expected all {} ranks to call it, for {}"
@@ -229,21 +230,18 @@ def _checked_rank(name: str, group: FSDPParamGroup, spec: Spec) -> int:
     Raises:
         ValueError, UnknownFsdpError: as those of quantize_gradients_.
     """
-    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-
+    mesh, found, is_torchs = mesh_of(group)
     try:
-        info, found = group.mesh_info, group._reduce_scatter_comm
         parameters = [cast(Any, p.sharded_param) for p in group.fsdp_params]
         policy = policy_of(group)
     except AttributeError as error:
         raise UnknownFsdpError(error) from error
-    if not isinstance(info, FSDPMeshInfo):
+    if mesh is None:
         raise ValueError(
             f"quantize_gradients_: expected {name!r} sharded by fully_shard, got replicate, whose "
             "gradients are reduced by all-reduce alone"
         )
-    if not isinstance(found, DefaultReduceScatter | ReduceScatterOfCodes):
+    if not is_torchs and not isinstance(found, ReduceScatterOfCodes):
         raise ValueError(
             f"quantize_gradients_: expected torch's reduce-scatter in {name!r}, got "
             f"{type(found).__name__}"
@@ -254,11 +252,11 @@ def _checked_rank(name: str, group: FSDPParamGroup, spec: Spec) -> int:
             "quantize_gradients_: expected gradients that are reduced in float32 or bfloat16 "
             f"(MixedPrecisionPolicy's reduce_dtype), got {', '.join(map(str, dtypes))} in {name!r}"
         )
-    is_cut = {any(at.is_shard() for at in p.placements[info.mesh.ndim :]) for p in parameters}
+    is_cut = {any(at.is_shard() for at in p.placements[mesh.ndim :]) for p in parameters}
     if len(is_cut) > 1 and not spec.is_bf16:
         raise ValueError(
             f"quantize_gradients_: expected parameters of {name!r} that tensor-parallel ranks all "
             "shard or all share, got both: blocks would span them, and round the shared ones "
             "differently on each of these ranks; shard the two kinds apart, or pass 'bf16'"
         )
-    return cast("list[int]", info.mesh.mesh.flatten().tolist()).index(dist.get_rank())
+    return cast("list[int]", mesh.mesh.flatten().tolist()).index(dist.get_rank())

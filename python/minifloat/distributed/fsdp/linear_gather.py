@@ -52,8 +52,9 @@ from .recomputed import GATHERS, note_reading
 from .weight_tensors import GatheredWeight, ShardedWeight
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.tensor import DTensor
+
+    from .private_state import FSDPParam
 
 State = list[tuple[Tensor, tuple[int, int, int]]]  # shards, and counts of writes to them
 ALL_WEIGHTS = -1

@@ -3,6 +3,7 @@
     find_fsdp_group    the parameter group of a layer's weight
     groups_of          the parameter groups of one module's state
     policy_of          the mixed-precision policy of a group
+    mesh_of            how the ranks of a group shard, and what reduces its gradients
 
 Where a torch has other private names, they raise UnknownFsdpError.
 """
@@ -15,8 +16,12 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+__all__ = ["FSDPParam", "FSDPParamGroup"]
 
 
 class UnknownFsdpError(RuntimeError):
@@ -35,6 +40,20 @@ def policy_of(group: FSDPParamGroup) -> MixedPrecisionPolicy:
     except AttributeError as error:
         raise UnknownFsdpError(error) from error
     return cast("MixedPrecisionPolicy", found)
+
+
+def mesh_of(group: FSDPParamGroup) -> tuple[DeviceMesh | None, Any, bool]:
+    """Returns the mesh whose ranks shard a group, None where none do; what reduces its gradients;
+    and whether that is torch's own."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+        from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+
+        info, found = group.mesh_info, group._reduce_scatter_comm
+    except (ImportError, AttributeError) as error:
+        raise UnknownFsdpError(error) from error
+    mesh = info.mesh if isinstance(info, FSDPMeshInfo) else None
+    return mesh, found, isinstance(found, DefaultReduceScatter)
 
 
 def groups_of(state: Any) -> list[FSDPParamGroup]:

@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _SetExcludeDispatchKeyGuard
 
+from ...private_torch import COUNTS_WRITES, ExcludeDispatchKey, is_compiler_tracing
 from ...tensor.directions import TENSORS
 from ...tensor.quantized import Quantized
 from ...tensor.quantized_tensor import Context, Op, QuantizedTensor
 from .gather import Gather, GatherInputs, Received
 
-ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView  # the key that counts writes
 aten = torch.ops.aten
 
 
@@ -78,7 +77,7 @@ class ShardedWeight(Tensor):
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """Returns the shard's storage, which FSDP2 frees; while tracing, the wrapper's."""
-        is_traced = torch._guards.TracingContext.try_get() is not None
+        is_traced = is_compiler_tracing()
         return super().untyped_storage() if is_traced else self.shard.untyped_storage()
 
     def __tensor_flatten__(self) -> tuple[list[str], Gather]:
@@ -121,7 +120,7 @@ class ShardedWeight(Tensor):
         named = {name: unwrap(value) for name, value in kwargs.items()} if kwargs else {}
         is_traced = any([type(wrapper.shard) is not Tensor for wrapper in wrapped.values()])
         if not is_traced and (func._schema.is_mutable or func is aten.detach.default):
-            with _SetExcludeDispatchKeyGuard(ADInplaceOrView, False):
+            with ExcludeDispatchKey(COUNTS_WRITES, False):
                 out = func(*positional, **named)
         else:
             out = func(*positional, **named)

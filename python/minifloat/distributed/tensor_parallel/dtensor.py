@@ -14,21 +14,23 @@ gathered tensor. Elsewhere DTensor gathers the tensor first.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
-from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from ..._native import ops
 from ...nn.linear import Linear
+from ...private_torch import schema_info
 from ...spec import Spec
 from ...tensor.quantized_tensor import Op
+
+if TYPE_CHECKING:
+    from ...private_torch import DTensorSpec
 
 Layouts = tuple[Placement, ...]
 REPLICATED = Replicate()
@@ -87,7 +89,7 @@ def sharding_rule(op: Op) -> Callable[[RuleOf], RuleOf]:
         first = next(i for i, a in enumerate(arguments) if not isinstance(a.type, torch.TensorType))
         named = [a.name for a in arguments if a.kwarg_only and a.name != "origin"]
         schemas = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-        schemas[op] = RuntimeSchemaInfo(first, named or None, needs_pytree=True)
+        schemas[op] = schema_info(first, named or None)
         return rule
 
     return register

@@ -41,6 +41,7 @@ from ...nn.grouped_product import (
 from ...nn.names import PRODUCT, join
 from ...nn.registry import is_distributed
 from ...nn.state.recipe_state import ExpertRange
+from ...private_torch import grouped_mm
 from ..feed_forward import Gate, Order, Products, compute_dtype
 from .calls import CountedCall
 from .implementations import class_of, code_starts
@@ -52,7 +53,7 @@ NAMES = ("w1", "w3", "w2")  # of torchtitan: (E, I, D), (E, I, D), (E, D, I)
 # The activation is in a module's code, not in its parameters, so modules are found by class.
 CLASSES = (("torchtitan.models.moe.moe", "GroupedExperts"),)
 # Products that NamedExperts replace.
-GROUPED = (torch._grouped_mm, F.grouped_mm)
+GROUPED = (grouped_mm, F.grouped_mm)
 BATCHED = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 

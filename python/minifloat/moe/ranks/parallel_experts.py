@@ -37,6 +37,7 @@ from ...checks import require_int, require_one_of
 from ...distributed.handshake import require_same
 from ...nn.grouped_product import ProductCall, product_of
 from ...nn.state.recipe_state import ExpertRange
+from ...private_torch import all_gather_with_gradient
 from ...recipe import Recipe
 from ...tensor.quantized import Operand
 from ..feed_forward import (
@@ -141,12 +142,9 @@ class ExpertParallel:
             bias, weights = products.output_bias, weights_Tk
             if bias is None:
                 return None
-            # The import takes 50 ms.
-            from torch.distributed._functional_collectives import all_gather_tensor_autograd
-
             if isinstance(plan, CapacityPlan):  # a row that was dropped has no bias either
                 weights = weights.masked_fill(plan.slot_positions() < 0, 0)
-            bias = all_gather_tensor_autograd(bias.float().contiguous(), 0, self.group)
+            bias = all_gather_with_gradient(bias.float().contiguous(), 0, self.group)
             return weighted_biases(indices_Tk, weights, bias)
 
         return run_on_ranks(plan, casts, products, x, weights_Tk, tokens, biases_of_tokens)

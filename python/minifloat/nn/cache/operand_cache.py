@@ -50,6 +50,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..._native import ops
+from ...private_torch import raw_stream
 from ...recipe import Recipe
 from ...spec import Spec
 
@@ -114,7 +115,7 @@ def conditions_of(x: Tensor) -> Conditions:
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     if kind != "cuda":
         return dtype, torch.is_inference_mode_enabled(), None, False
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    stream = raw_stream(x.device.index)
     capturing = torch.cuda.is_current_stream_capturing()
     return dtype, torch.is_inference_mode_enabled(), stream, capturing
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
+
+from ...private_torch import FakeTensor
 
 SHARED = (
     type,

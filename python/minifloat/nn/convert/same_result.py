@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from ...private_torch import TorchDispatchMode, disable_current_modes
 from .replica import changed_part, seeded, state_of
 
 # Of a row's largest result. A result is a product of seeded values, through an activation, times a
@@ -103,7 +103,7 @@ def isolated() -> Iterator[None]:
         DrawsError: the code draws random numbers of torch.
     """
     with (
-        _disable_current_modes(),  # fake tensors, selective checkpointing
+        disable_current_modes(),  # fake tensors, selective checkpointing
         torch.inference_mode(False),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),

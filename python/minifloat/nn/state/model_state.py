@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..._native import ops
 from ...checks import require_module
+from ...private_torch import copy_all_
 from ..names import PRODUCT, clean_name, join, unwrapped
 from ..registry import distributed_functions, expert_functions
 from .random_state import (
@@ -136,7 +137,7 @@ def _reduce_running(delayed: list[tuple[RecipeState, Tensor]], group: dist.Proce
     split = reduced.split([amaxes.numel() for amaxes in sent])
     new = [amaxes.view_as(before) for amaxes, before in zip(split, sent)]
     new = [amaxes if r is None else r.own(amaxes) for r, amaxes in zip(ranges, new)]
-    torch._foreach_copy_(current, new)
+    copy_all_(current, new)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from ..._native import ops
 from ...checks import require_int
+from ...private_torch import backward_id
 from ..names import clean_name, join, unwrapped
 from .recomputation import Draws, Replay, Replays, eager_alone, functions_around
 
@@ -48,7 +49,7 @@ GRADIENT_RNG = "gradient_rng"  # the attribute of a model with its RngState of g
 @eager_alone
 def is_in_backward() -> bool:
     """Tells whether autograd runs a backward pass in this thread."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() != -1
 
 
 def distributed_rank() -> int:

@@ -27,6 +27,14 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from ..._native import ops
+from ...private_torch import (
+    backward_id,
+    compile_within_alone,
+    current_node,
+    engine,
+    next_node_number,
+    saved_tensor_hooks,
+)
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 FORWARDS_IN_FLIGHT = 256  # recorded forwards of one layer, which autograd may recompute
@@ -43,10 +51,7 @@ def eager_alone(function: FunctionT) -> FunctionT:
 
     The function has no comprehension, whose code torch compiles by itself.
     """
-    dynamo = torch._C._dynamo.eval_frame  # torch._dynamo itself takes seconds to import
-    alone, called = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
-    strategy = dynamo._FrameExecStrategy(alone, called)
-    dynamo.set_code_exec_strategy(function.__code__, strategy)
+    compile_within_alone(function.__code__)
     return function
 
 
@@ -68,7 +73,7 @@ def functions_around() -> tuple[int, ...]:
             if isinstance(first, BackwardCFunction):
                 found.append(first._sequence_nr())
             else:
-                found.append(torch._C._autograd._get_sequence_nr() - 1)
+                found.append(next_node_number() - 1)
         frame, inner = frame.f_back, frame  # type: ignore[assignment]
     return tuple(found)
 
@@ -80,9 +85,9 @@ def repeats_counted_forward() -> bool:
     torch's checkpoint computes saved tensors of a block again under hooks for saved tensors. An
     autograd function ran its forward without gradients.
     """
-    if torch._C._current_graph_task_id() == -1:
+    if backward_id() == -1:
         return False
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return saved_tensor_hooks(True) is not None
 
 
 class Forward:
@@ -99,7 +104,7 @@ class Forward:
     @eager_alone
     def __init__(self, rng: Tensor, thread: int, functions: tuple[int, ...]) -> None:
         self.rng, self.thread, self.functions = rng, thread, functions
-        self.number: int = torch._C._autograd._get_sequence_nr()  # of the thread's next node
+        self.number: int = next_node_number()  # of the thread's next node
 
 
 class Draws:
@@ -201,7 +206,7 @@ class Replay:
         Those are new in autograd's order, and so is the thread on a GPU.
         """
         functions = () if torch.is_grad_enabled() else functions_around()
-        if functions or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if functions or saved_tensor_hooks(True) is not None:
             draws.record(rng, ops.autograd_threads.default()[0], functions)
 
 
@@ -223,17 +228,16 @@ class Replays:
 
         draws: of the module that is called.
         """
-        node = torch._C._current_autograd_node()
+        node = current_node()
         if node is None or not draws.past:
             return None
         number = node._sequence_nr()
         _, thread = ops.autograd_threads.default()
-        key = torch._C._current_graph_task_id(), thread, number
+        key = backward_id(), thread, number
         replay = self.of_functions.get(key)
         is_function = isinstance(node, BackwardCFunction)
         if replay is None and is_function and draws.within(thread, number):
             replay = self.of_functions[key] = Replay(thread, number, is_function=True)
-            engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(partial(self._forget, key))
         if replay is not None:
             return replay

@@ -1,0 +1,121 @@
+"""Each private name of torch that the library reads does what it is read for, with this torch."""
+
+import torch
+from minifloat import private_torch as private
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+
+def test_lists_are_copied():
+    to = [torch.zeros(2), torch.zeros(3)]
+    private.copy_all_(to, [torch.ones(2), torch.full((3,), 2.0)])
+    assert [t.tolist() for t in to] == [[1, 1], [2, 2, 2]]
+
+
+def test_what_tracing_is():
+    found = []
+
+    class Noted(nn.Module):
+        def forward(self, x):
+            found.append((private.tracing_state() is not None, private.is_transformed()))
+            return x * 2
+
+    Noted()(torch.ones(1))
+    torch.jit.trace(Noted(), torch.ones(1), check_trace=False)
+    torch.func.vmap(Noted())(torch.ones(1, 1))
+    assert found == [(False, False), (True, False), (False, True)]
+
+
+def test_transforms_are_seen_within_an_autograd_function():
+    found = []
+
+    class Twice(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            found.append(bool(private.has_transform()))
+            return x * 2
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+    Twice.apply(torch.ones(1))
+    torch.func.vmap(Twice.apply)(torch.ones(1, 1))
+    assert found == [False, True]
+
+
+def test_the_backward_pass_of_a_thread():
+    found, ended = [], []
+    x = torch.ones(2, requires_grad=True)
+
+    def hook(grad):
+        node = private.current_node()
+        found.append((private.backward_id() >= 0, node.name().startswith("MulBackward")))
+        private.engine.queue_callback(lambda: ended.append(len(found)))
+        return grad
+
+    number = private.next_node_number()
+    y = x * 2
+    assert y.grad_fn._sequence_nr() == number
+    y.grad_fn.register_prehook(lambda grads: (hook(grads[0]),))
+    y.sum().backward()
+    assert found == [(True, True)]
+    assert ended == [1]
+    assert (private.backward_id(), private.current_node()) == (-1, None)
+
+
+def test_checkpoints_set_hooks_of_saved_tensors():
+    found = []
+
+    def block(x):
+        found.append(private.saved_tensor_hooks(True) is not None)
+        return (x * 2).sin()
+
+    block(torch.ones(1))
+    checkpoint(block, torch.ones(1, requires_grad=True), use_reentrant=False).backward()
+    assert found == [False, True, True]
+
+
+def test_wrappers_and_fake_tensors():
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError
+
+    plain = torch.ones(2)
+    assert not private.is_wrapper(plain)
+    assert private.is_wrapper(torch.Tensor._make_wrapper_subclass(Wrapper, (2,)))
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        assert isinstance(mode.from_tensor(plain), private.FakeTensor)
+        with private.disable_current_modes():
+            assert type(torch.ones(2)) is torch.Tensor
+
+
+def test_writes_are_counted_again_below_the_dispatch_of_a_subclass():
+    t = torch.zeros(2)
+    with torch._C._AutoDispatchBelowADInplaceOrView():  # as within __torch_dispatch__
+        t.add_(1)
+        assert t._version == 0
+        with private.ExcludeDispatchKey(private.COUNTS_WRITES, False):
+            t.add_(1)
+    assert t._version == 1
+
+
+def test_the_compiler_traces():
+    found = []
+
+    def backend(graph, inputs):
+        found.append(private.is_compiler_tracing())
+        return graph.forward
+
+    torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
+    assert found == [True]
+    assert not private.is_compiler_tracing()
+
+
+def test_a_torch_without_cuda_has_no_streams():
+    assert callable(private.raw_stream) or not torch.backends.cuda.is_built()
