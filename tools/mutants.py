@@ -1,12 +1,13 @@
 """Run the tests over small mistakes in the code, one at a time: those that no test finds survive.
 
-usage: mutants.py [--only core|layers] [--limit N] [--commit COMMIT] [--tree FOLDER]
+usage: mutants.py [--only core|layers|python] [--limit N] [--commit COMMIT] [--tree FOLDER]
                   [--results FILE]
 
 tools/mutants.txt is the list. A mistake in include/minifloat/core/ is compiled into the C++ suites
-of the CPU, those of its header first; one in torch/layers/ runs under the tests of LAYER_TESTS.
-Each run stops at the first failure. A mistake that does not compile is found by the compiler: a
-static_assert, or a value that a constant expression needs.
+of the CPU, those of its header first; one in torch/layers/ runs under the tests of LAYER_TESTS, one
+in python/minifloat/ under those of PYTHON_TESTS. Each run stops at the first failure. A mistake
+that does not compile is found by the compiler: a static_assert, or a value that a constant
+expression needs.
 
 The mistakes are made in a worktree of the commit, FOLDER, never in this tree; a run that was killed
 leaves nothing behind that the next one does not undo. FILE holds the results of each commit; a
@@ -28,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = ROOT / "tools" / "mutants.txt"
 CORE = "include/minifloat/core/"
+PACKAGE = "python/minifloat/"
 # The builds of the worktree. -O1 compiles the casts three times as fast, to the same bytes.
 CORE_SUITES, LAYERS = "build/quick", "build/default"
 QUICK = "-DCMAKE_CXX_FLAGS_QUICK=-O1 -DNDEBUG"
@@ -54,6 +56,45 @@ FIRST_TESTS = {
 }
 
 
+# The tests of python/minifloat/, by the longest name that a file's begins with: files and folders.
+PYTHON_TESTS = {
+    "nn/state": "nn/test_state nn/test_randomness nn/test_randomness_edges nn/test_linear "
+    "nn/test_recomputing_functions nn/test_old_checkpoints nn/test_convert nn/test_convert_edges "
+    "nn/test_threads nn/test_reuse distributed/test_state_of_ranks nn/test_training_programs",
+    "nn/cache": "nn/test_reuse nn/test_reuse_edges nn/test_shared_input moe/test_reuse",
+    "nn/accumulation": "nn/test_main_grad nn/test_accumulation nn/test_accumulation_edges",
+    "nn/grouped_product": "nn/test_grouped_mm moe/test_convert moe/test_layer moe/test_primary "
+    "nn/test_state distributed/fsdp/test_fsdp_experts",
+    "nn/linear": "nn/test_linear nn/test_convert nn/test_convert_arguments tensor/test_primary",
+    "nn/convert": "nn/test_keep nn/test_convert nn/test_convert_arguments nn/test_convert_edges "
+    "nn/test_convert_tensors nn/test_construction nn/test_threads",
+    "nn/convert/same_result": "nn/test_same_result moe/test_same_experts moe/test_foreign_effects "
+    "moe/test_ways_to_call",
+    "tensor": "tensor ops nn/test_refusals",
+    "spec": "test_spec test_recipe tensor",
+    "checks": "test_spec nn/test_convert_arguments nn/test_state moe/test_router tensor",
+    "moe": "moe/test_router moe/test_balance moe/test_grouped_mlp moe/test_layer nn/test_no_tokens "
+    "moe/test_token_cast moe/test_permute moe/test_convert moe/test_cut_experts",
+    "moe/convert": "moe/test_same_experts moe/test_convert clients/test_known_experts",
+    "moe/ranks": "moe/test_dispatch moe/test_expert_parallel moe/test_expert_faults "
+    "moe/test_expert_gradients moe/test_expert_sharding moe/test_grouped_mlp_ranks",
+    "distributed": "distributed/test_same_layers distributed/test_settings_of_ranks "
+    "distributed/test_faults distributed/test_pipeline",
+    "distributed/fsdp": "distributed/fsdp",
+    "distributed/zero": "distributed/zero",
+    "distributed/tensor_parallel": "distributed/tensor_parallel",
+    "inspector": "inspector",
+    "transformers": "clients/test_callbacks clients/test_resumed_experts",
+}
+
+
+def tests_of(file: str) -> list[str]:
+    """Return the tests that may find a mistake in a file of the package."""
+    name = file.removeprefix(PACKAGE)
+    tests = PYTHON_TESTS[max(filter(name.startswith, PYTHON_TESTS), key=len)].split()
+    return [path if (ROOT / (path := f"tests/{t}")).is_dir() else f"{path}.py" for t in tests]
+
+
 @dataclass(frozen=True)
 class Mutant:
     file: str
@@ -66,7 +107,8 @@ class Mutant:
 
     @property
     def kind(self) -> str:
-        return "core" if self.file.startswith(CORE) else "layers"
+        kinds = {CORE: "core", PACKAGE: "python"}
+        return next((k for start, k in kinds.items() if self.file.startswith(start)), "layers")
 
     def apply(self, source: str) -> str:
         """Return the source with the mistake.
@@ -124,7 +166,7 @@ def suites_of(header: Path, tree: Path) -> list[str]:
 class Tree:
     """A worktree in which mistakes are made, with a build of its own."""
 
-    def __init__(self, folder: Path, commit: str) -> None:
+    def __init__(self, folder: Path, commit: str, kinds: set[str]) -> None:
         self.folder = folder
         if not (folder / ".git").exists():
             self.run("git", "worktree", "add", "--detach", str(folder), commit, cwd=ROOT)
@@ -132,9 +174,11 @@ class Tree:
         self.run("git", "checkout", "--quiet", "--force", "--detach", commit)
         options = ("--log-level=NOTICE", "-DMINIFLOAT_CUDA=OFF",
                    f"-DPython_EXECUTABLE={sys.executable}")  # fmt: skip
-        if not (folder / LAYERS / "build.ninja").exists():
-            self.run("cmake", "--preset", "default", *options)
-        if not (folder / CORE_SUITES / "build.ninja").exists():
+        if "layers" in kinds or "python" in kinds:
+            if not (folder / LAYERS / "build.ninja").exists():
+                self.run("cmake", "--preset", "default", *options)
+            self.run("cmake", "--build", LAYERS, "-j2", "--target", "minifloat_torch")
+        if "core" in kinds and not (folder / CORE_SUITES / "build.ninja").exists():
             self.run("cmake", "--preset", "default", "-B", CORE_SUITES, *options, QUICK,
                      "-DCMAKE_BUILD_TYPE=Quick", "-DMINIFLOAT_TORCH=OFF")  # fmt: skip
 
@@ -180,11 +224,13 @@ class Tree:
         if error := self.build(LAYERS, "minifloat_torch"):
             return error
         first = FIRST_TESTS.get(file.stem)
-        tests = sorted(LAYER_TESTS, key=lambda name: name != first)
+        return self.first_failure(sorted(LAYER_TESTS, key=lambda name: name != first))
+
+    def first_failure(self, tests: list[str]) -> str | None:
+        """Return the test that fails first, or None."""
+        options = ("-x", "-q", "-rfE", "-p", "no:cacheprovider", "-m", "not slow")
         for test in tests:
-            output = self.output_of_failure(
-                sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "-p", "no:cacheprovider", test
-            )
+            output = self.output_of_failure(sys.executable, "-m", "pytest", *options, test)
             if output is not None:
                 case = re.search(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
                 return case[1] if case else f"{test}: {output[-200:]}"
@@ -198,6 +244,8 @@ class Tree:
         try:
             if mutant.kind == "core":
                 return self.killer_in_core(path)
+            if mutant.kind == "python":
+                return self.first_failure(tests_of(mutant.file))
             return self.killer_in_layers(path)
         finally:
             path.write_text(source)
@@ -205,7 +253,7 @@ class Tree:
 
 def main() -> int:
     parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("--only", choices=("core", "layers"))
+    parser.add_argument("--only", choices=("core", "layers", "python"))
     parser.add_argument("--limit", type=int, default=None)
     parser.add_argument("--commit", default="HEAD")
     parser.add_argument("--tree", type=Path, default=ROOT / "build" / "mutants")
@@ -217,7 +265,7 @@ def main() -> int:
     mutants = [m for m in read_table() if args.only in (None, m.kind)]
     results = json.loads(args.results.read_text()) if args.results.exists() else {}
     of_commit: dict[str, dict[str, object]] = results.setdefault(commit, {})
-    tree = Tree(args.tree.resolve(), commit)
+    tree = Tree(args.tree.resolve(), commit, {mutant.kind for mutant in mutants})
     for mutant in mutants:
         mutant.apply((tree.folder / mutant.file).read_text())
     left = [m for m in mutants if m.line not in of_commit][: args.limit]

@@ -23,6 +23,7 @@ def test_the_table_has_the_mutants_that_proofs_compare():
     kinds = [mutant.kind for mutant in mutants.read_table()]
     assert kinds.count("core") >= 40
     assert kinds.count("layers") >= 20
+    assert kinds.count("python") >= 60
     assert len(set(mutants.read_table())) == len(kinds)
 
 
@@ -43,6 +44,9 @@ def test_a_line_that_changes_nothing_is_an_error(tmp_path, line):
 def test_the_tests_that_it_runs_exist():
     for name in (*mutants.LAYER_TESTS, *mutants.FIRST_TESTS.values()):
         assert (ROOT / name).is_file(), name
+    for name in mutants.PYTHON_TESTS:
+        for test in mutants.tests_of(f"{mutants.PACKAGE}{name}"):
+            assert (ROOT / test).exists(), test
     suites = mutants.suites_of(ROOT / mutants.CORE / "activation.h", ROOT)
     assert suites[0] == "core_activation_test"
     assert suites.index("core_swiglu_test") < suites.index("cpu_quantize_test")
