@@ -189,11 +189,11 @@ def products(e: Engine, capability: int, experts: bool) -> Iterator[Case]:
         groups = ("k" if e.product == "wgrad" else "m") if experts else ""
         asked = dict(zip("mnk", mnk), out_dtype=dtype, bias=bias, groups=groups)
         name = ops.engine_of(e.specs, capability, **asked)
-        run = partial(multiply, e, sizes, dtype, bias, experts)
+        run = partial(compute_product, e, sizes, dtype, bias, experts)
         yield Case(f"{name} of {asked}", run, LIMIT)
 
 
-def multiply(
+def compute_product(
     e: Engine, sizes: Sizes, dtype: torch.dtype, bias: bool, experts: bool, device: torch.device
 ) -> Tensor:
     """Computes one product of a layer whose other two are in bf16."""

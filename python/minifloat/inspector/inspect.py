@@ -28,7 +28,7 @@ from ..spec import Spec
 from .inspection import NOT_CALLED, Inspection, LayerRow, OperandRow
 from .layers import (
     Layer,
-    Product,
+    ProductMatrices,
     default_loss,
     find_layers,
     products_of,
@@ -154,10 +154,10 @@ class Numbers:
         self.operations: dict[str, int] = {}
         self.tokens: dict[str, int] = {}
         # Products of one shape and dtype under the same recipes, which wait for others of theirs.
-        self.waiting: dict[tuple[object, ...], list[Product]] = {}
+        self.waiting: dict[tuple[object, ...], list[ProductMatrices]] = {}
         self.elements = 0  # of what they will compute
 
-    def add(self, product: Product) -> None:
+    def add(self, product: ProductMatrices) -> None:
         """Adds a product under each recipe of its layer."""
         layer, x, weight = product.layer, product.x, product.weight
         name = layer.name
@@ -176,7 +176,7 @@ class Numbers:
             self.measure(self.waiting.popitem()[1])
         self.elements = 0
 
-    def measure(self, products: Sequence[Product]) -> None:
+    def measure(self, products: Sequence[ProductMatrices]) -> None:
         """Measures products of one shape, each under the same recipes."""
         gradients = [p.g for p in products]
         exact = (
@@ -203,7 +203,7 @@ def spec_of(name: str, recipe: Recipe) -> str:
 
 
 def statistics(
-    products: Sequence[Product],
+    products: Sequence[ProductMatrices],
     name: str,
     recipe: Recipe,
     histories: Sequence[Tensor] | None,
@@ -232,7 +232,7 @@ def statistic_names() -> tuple[str, ...]:
     return tuple(ops.statistic_names())
 
 
-def history_of(product: Product, recipe: Recipe) -> Tensor:
+def history_of(product: ProductMatrices, recipe: Recipe) -> Tensor:
     """Returns the amax history that delayed scaling reads: the layer's, else of the matrices."""
     state = product.layer.state
     if state is not None and state.amax_history is not None and state.amax_history.dim() == 2:
@@ -242,7 +242,7 @@ def history_of(product: Product, recipe: Recipe) -> Tensor:
 
 
 def results_of(
-    products: Sequence[Product],
+    products: Sequence[ProductMatrices],
     recipe: Recipe,
     histories: Sequence[Tensor] | None,
     rng: Tensor | None,

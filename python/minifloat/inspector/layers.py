@@ -97,7 +97,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Product:
+class ProductMatrices:
     """The matrices of one product: x (M, K), W (N, K), g (M, N), of one compute dtype."""
 
     layer: Layer
@@ -340,7 +340,7 @@ def gradients_of(value: Tensor, wanted: Sequence[Any]) -> list[Tensor | None]:
 # ---- the products of a call ----------------------------------------------------------------------
 
 
-def products_of(call: Call, layers: Sequence[Layer], g: Tensor) -> Iterator[Product]:
+def products_of(call: Call, layers: Sequence[Layer], g: Tensor) -> Iterator[ProductMatrices]:
     """Yields the products of a call."""
     x, g = (
         t.reshape(-1, t.shape[-1]).to(call.dtype).contiguous() for t in (call.inputs[0].detach(), g)
@@ -348,12 +348,12 @@ def products_of(call: Call, layers: Sequence[Layer], g: Tensor) -> Iterator[Prod
     if isinstance(call.module, Experts):
         yield from products_of_experts(call, layers, x, g)
     else:
-        yield Product(layers[0], x, layers[0].matrix(call.dtype), g, x.shape[0])
+        yield ProductMatrices(layers[0], x, layers[0].matrix(call.dtype), g, x.shape[0])
 
 
 def products_of_experts(
     call: Call, layers: Sequence[Layer], x_TD: Tensor, g_TD: Tensor
-) -> Iterator[Product]:
+) -> Iterator[ProductMatrices]:
     """Yields the products of each expert with rows, whose hidden layer is computed again."""
     experts = cast(Experts, call.module)
     indices, weights = (t.detach() for t in call.inputs[1:3])
@@ -376,8 +376,8 @@ def products_of_experts(
         h, dh = ops.swiglu(*gated, **gate), g[rows] @ w2
         gradients = ops.swiglu_backward(dh, *gated, **gate)
         for layer, w, dy in zip(layers, inputs, gradients):
-            yield Product(layer, x[rows], w, dy, x_TD.shape[0])
-        yield Product(layers[-1], h, w2, g[rows], x_TD.shape[0])
+            yield ProductMatrices(layer, x[rows], w, dy, x_TD.shape[0])
+        yield ProductMatrices(layers[-1], h, w2, g[rows], x_TD.shape[0])
 
 
 def reason_against_call(call: Call, g: Tensor | None) -> str | None:
