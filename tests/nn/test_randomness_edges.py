@@ -90,6 +90,23 @@ def test_a_layer_that_is_called_twice_in_one_forward():
     assert not torch.equal(first, second)
 
 
+def test_a_layer_that_one_forward_of_the_model_calls_twice():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64, bias=False)
+
+        def forward(self, x):
+            return self.layer(x), self.layer(x)
+
+    model = converted(model=Twice())
+    x, g = data()
+    first, second = (torch.autograd.grad(y, model.layer.weight, g)[0] for y in model(x))
+    assert not torch.equal(first, second)
+    state = mf.training_state(model)
+    assert [value.tolist()[1] for value in state.values()] == [2]  # the count: one a draw
+
+
 def test_compiled_parts_draw_fresh_bits():
     model = converted(model=Trained())
     model.net.compile(backend="aot_eager", fullgraph=True)
