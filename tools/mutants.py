@@ -58,9 +58,10 @@ FIRST_TESTS = {
 
 # The tests of python/minifloat/, by the longest name that a file's begins with: files and folders.
 PYTHON_TESTS = {
-    "nn/state": "nn/test_state nn/test_convert_arguments nn/test_randomness nn/test_randomness_edges nn/test_linear "
-    "nn/test_recomputing_functions nn/test_old_checkpoints nn/test_convert nn/test_convert_edges "
-    "nn/test_threads nn/test_reuse distributed/test_state_of_ranks nn/test_training_programs",
+    "nn/state": "nn/test_state nn/test_convert_arguments nn/test_randomness nn/test_linear "
+    "nn/test_randomness_edges nn/test_recomputing_functions nn/test_old_checkpoints nn/test_reuse "
+    "nn/test_convert nn/test_convert_edges nn/test_threads distributed/test_state_of_ranks "
+    "nn/test_training_programs",
     "nn/cache": "nn/test_reuse nn/test_reuse_edges nn/test_shared_input moe/test_reuse",
     "nn/accumulation": "nn/test_main_grad nn/test_accumulation nn/test_accumulation_edges",
     "nn/grouped_product": "nn/test_grouped_mm moe/test_convert moe/test_layer moe/test_primary "
