@@ -19,6 +19,9 @@ def mixture(recipe="mxfp8"):
     return mf.MoE(dim=DIM, hidden=DIM, experts=2, top_k=1, recipe=recipe)
 
 
+FORWARD_DELAYED = "fprop=e4m3/tensor+delayed*e4m3/tensor+delayed dgrad=bf16*bf16 wgrad=bf16*bf16"
+
+
 # ---- A recipe that is assigned -------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("recipe", "lacks"), [("nvfp4", "stochastic rounding"), ("fp8_delayed", "delayed scaling")]
@@ -33,7 +36,13 @@ def test_a_recipe_without_state_is_refused_when_it_is_assigned(make, recipe, lac
 
 
 @pytest.mark.parametrize(
-    ("before", "after"), [("mxfp8", "fp8_rowwise"), ("nvfp4", "mxfp4"), ("fp8_delayed", "mxfp8")]
+    ("before", "after"),
+    [
+        ("mxfp8", "fp8_rowwise"),
+        ("nvfp4", "mxfp4"),
+        ("fp8_delayed", "mxfp8"),
+        ("fp8_delayed", FORWARD_DELAYED),
+    ],
 )
 def test_a_recipe_whose_state_is_there_is_used(before, after):
     x = torch.randn(4, DIM)

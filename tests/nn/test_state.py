@@ -255,9 +255,9 @@ def delayed(recipe="fp8_delayed"):
     return model
 
 
-def evaluation_warnings(model):
-    """Returns the texts of the warnings of an evaluation."""
-    model.eval()
+def evaluation_warnings(model, is_training=False):
+    """Returns the texts of the warnings of a forward without gradients, in either mode."""
+    model.train(is_training)
     with warnings.catch_warnings(record=True) as caught, torch.no_grad():
         warnings.simplefilter("always")
         model(torch.ones(8, 64))
@@ -267,6 +267,7 @@ def evaluation_warnings(model):
 
 def test_an_evaluation_without_amax_histories_warns_until_there_are_some():
     model, x = delayed(), torch.randn(8, 64)
+    assert not evaluation_warnings(model, is_training=True)
     texts = sorted(evaluation_warnings(model))
     assert [text[:27] for text in texts] == [f"minifloat: {i}, under delayed" for i in (0, 2)]
     assert all("scale of 1; call mf.load_training_state" in text for text in texts)
