@@ -66,7 +66,8 @@ PYTHON_TESTS = {
     "nn/accumulation": "nn/test_main_grad nn/test_accumulation nn/test_accumulation_edges",
     "nn/grouped_product": "nn/test_grouped_mm moe/test_convert moe/test_layer moe/test_primary "
     "nn/test_state distributed/fsdp/test_fsdp_experts",
-    "nn/linear": "nn/test_linear nn/test_convert nn/test_convert_arguments tensor/test_primary",
+    "nn/linear": "nn/test_linear nn/test_convert nn/test_convert_tensors nn/test_convert_arguments "
+    "tensor/test_primary",
     "nn/convert": "nn/test_keep nn/test_convert nn/test_convert_arguments nn/test_convert_edges "
     "nn/test_convert_tensors nn/test_construction nn/test_threads",
     "nn/convert/same_result": "nn/test_same_result moe/test_same_experts moe/test_foreign_effects "
