@@ -1,5 +1,6 @@
 """The option of tests/gpu, and fixtures of several folders of tests."""
 
+import gc
 import sys
 
 import pytest
@@ -25,6 +26,13 @@ def pytest_terminal_summary(
 ) -> None:
     if lacks_device(config):
         terminalreporter.write_line("tests/gpu: not collected, torch sees no CUDA device")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_imports():
+    """Takes imported modules and collected tests, which stay, from what each collection reads."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
