@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.support.pairs import pairs
 from tests.support.sharded_models import assert_equal, batch, built, sharded, train, whole
 from tests.support.specs import EDEN_RECIPE
 from tests.support.worlds import run_world
@@ -18,32 +19,32 @@ PRESETS = [
     "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp8_2d", "mxfp4",
     "nvfp4", "mxfp8_nvfp4", "nvfp4_mxfp8", EDEN_RECIPE,
 ]  # fmt: skip
-VARIANTS = {
-    "by block": ({}, {}, {}),
-    "the root alone": ({}, {"by_block": False}, {}),
-    "not resharded": ({}, {"reshard_after_forward": False}, {}),
-    "mf.step": ({}, {}, {"use_step": True}),
-    "micro-batches": ({}, {}, {"micro_batches": 2, "use_step": True}),
-    "recomputed": ({"is_recomputed": True}, {}, {}),
-}
+CASES = pairs(
+    PRESETS,
+    [{}, {"by_block": False}],
+    [{}, {"reshard_after_forward": False}],
+    [{}, {"use_step": True}],
+    [{}, {"micro_batches": 2}],
+    [{}, {"is_recomputed": True}],
+)
 
 
-def check_training(rank, recipes):
+def check_training(rank, cases):
     """Compares with one process. World sizes are powers of two, so gradient means are exact."""
-    for recipe in recipes:
-        for name, (model_options, shard_options, train_options) in VARIANTS.items():
-            if recipe == "fp8_delayed":
-                train_options = {**train_options, "use_step": True}
-            alone = built(recipe, **model_options)
-            losses = train(alone, **train_options)
-            model = sharded(built(recipe, **model_options), **shard_options)
-            assert train(model, **train_options) == losses, (recipe, name)
-            assert_equal(whole(model), whole(alone), (recipe, name))
+    for case in cases:
+        recipe, by_block, reshard, use_step, micro_batches, is_recomputed = case
+        if recipe == "fp8_delayed":
+            use_step = {"use_step": True}
+        alone, model = (built(recipe, **is_recomputed) for _ in range(2))
+        losses = train(alone, **use_step, **micro_batches)
+        sharded(model, **by_block, **reshard)
+        assert train(model, **use_step, **micro_batches) == losses, case
+        assert_equal(whole(model), whole(alone), case)
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_equals_one_process(world):
-    run_world(world, check_training, PRESETS if world == 2 else PRESETS[::3])
+    run_world(world, check_training, CASES if world == 2 else CASES[::3])
 
 
 # ---- bytes of a gather ---------------------------------------------------------------------------

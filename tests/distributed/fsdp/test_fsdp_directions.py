@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.utils.checkpoint import checkpoint
 
 from tests.distributed.fsdp.test_fsdp import Counted
+from tests.support.pairs import pairs
 from tests.support.sharded_models import assert_equal, whole
 from tests.support.worlds import last_words, run_world
 
@@ -137,6 +138,8 @@ def test_bits_of_each_direction():
 
 # ---- results -------------------------------------------------------------------------------------
 
+TWO_FORMATS = ("nvfp4_pow2", "mxfp4", "fp8_rowwise")  # one a direction: no transpose of the other
+
 
 def run_steps(model, call):
     """Returns the loss of each step and of an evaluation after it."""
@@ -184,28 +187,26 @@ def changing(model, step):
             module.reshard()
 
 
-def check_results(rank, recipe, kind):
-    for name, wrap in WRAPPERS.items():
-        for call in (once, twice, without_sync, changing):
-            for options in ({}, {"reshard_after_forward": False}):
-                if options and call is not once:
-                    continue
-                where = (recipe, name, call.__name__, options)
-                alone = built(recipe, kind=kind)
-                model = fully_sharded(built(recipe, wrap, kind), **options)
-                assert run_steps(model, call) == run_steps(alone, call), where
-                got = {clean(key): value for key, value in whole(model).items()}
-                assert_equal(got, whole(alone), where)
+def check_results(rank):
+    calls = [(call, {}) for call in (once, twice, without_sync, changing)]
+    calls.append((once, {"reshard_after_forward": False}))
+    for recipe, kind, name, (call, options) in pairs(
+        TWO_FORMATS, (Block, Experts), WRAPPERS, calls
+    ):
+        where = (recipe, kind, name, call.__name__, options)
+        alone = built(recipe, kind=kind)
+        model = fully_sharded(built(recipe, WRAPPERS[name], kind), **options)
+        assert run_steps(model, call) == run_steps(alone, call), where
+        got = {clean(key): value for key, value in whole(model).items()}
+        assert_equal(got, whole(alone), where)
 
 
 def clean(key):
     return key.replace("_checkpoint_wrapped_module.", "").replace("module.", "")
 
 
-@pytest.mark.parametrize("kind", [Block, Experts])
-@pytest.mark.parametrize("recipe", ["nvfp4_pow2", "mxfp4", "fp8_rowwise"])
-def test_results_are_those_of_one_process(recipe, kind):
-    run_world(2, check_results, recipe, kind)
+def test_results_are_those_of_one_process():
+    run_world(2, check_results)
 
 
 # ---- compiled code -------------------------------------------------------------------------------
@@ -221,42 +222,39 @@ def compile_whole(model):
     return torch.compile(model, backend="aot_eager")
 
 
-def check_compiled(rank, recipe):
-    for kind in (Block, Experts):
-        for name, wrap in WRAPPERS.items():
-            for way in (compile_blocks, compile_whole):
-                torch._dynamo.reset()
-                results = []
-                for compiled in (lambda model: model, way):
-                    model = fully_sharded(built(recipe, wrap, kind))
-                    run = compiled(model)
-                    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-                    for step in range(2):
-                        y = run(batch(step))
-                        y.square().mean().backward()
-                        optimizer.step()
-                        optimizer.zero_grad()
-                        mf.step(model)
-                    results.append(whole(model) | {"y": y.detach()})
-                assert_equal(*results, (recipe, kind, name, way.__name__))
+def check_compiled(rank):
+    ways = compile_blocks, compile_whole
+    for case in pairs(("mxfp4", "fp8_rowwise"), (Block, Experts), WRAPPERS, ways):
+        recipe, kind, name, way = case
+        torch._dynamo.reset()
+        results = []
+        for compiled in (lambda model: model, way):
+            model = fully_sharded(built(recipe, WRAPPERS[name], kind))
+            run = compiled(model)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for step in range(2):
+                y = run(batch(step))
+                y.square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                mf.step(model)
+            results.append(whole(model) | {"y": y.detach()})
+        assert_equal(*results, case)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp4", "fp8_rowwise"])
-def test_compiled_checkpoints(recipe):
-    run_world(2, check_compiled, recipe)
+def test_compiled_checkpoints():
+    run_world(2, check_compiled)
 
 
 # ---- CPUOffloadPolicy ----------------------------------------------------------------------------
 
 
 def check_offload(rank):
-    for recipe in PRESETS:
-        for kind in (Block, Experts):
-            for name in ("kept", "not reentrant"):
-                alone = built(recipe, kind=kind)
-                policy = CPUOffloadPolicy(pin_memory=False)
-                model = fully_sharded(built(recipe, WRAPPERS[name], kind), offload_policy=policy)
-                assert run_steps(model, once) == run_steps(alone, once), (recipe, kind, name)
+    for recipe, kind, name in pairs(PRESETS, (Block, Experts), ("kept", "not reentrant")):
+        alone = built(recipe, kind=kind)
+        policy = CPUOffloadPolicy(pin_memory=False)
+        model = fully_sharded(built(recipe, WRAPPERS[name], kind), offload_policy=policy)
+        assert run_steps(model, once) == run_steps(alone, once), (recipe, kind, name)
 
 
 def test_every_preset_offloaded_to_the_cpu():

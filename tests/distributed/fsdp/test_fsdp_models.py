@@ -313,14 +313,14 @@ def check_cast_once_a_gather(rank):
 
 
 def check_hybrid_equals_preset(rank):
-    """Checks that a preset written as three products trains alike through 20 steps."""
+    """Checks that a preset written as three products trains alike."""
     for preset in ("nvfp4", "mxfp4"):
         recipe = mf.Recipe(preset)
         text = " ".join(f"{p}={getattr(recipe, p)}" for p in ("fprop", "dgrad", "wgrad"))
         alone = built(preset)
-        losses = train(alone, 20)
+        losses = train(alone, 5)
         for model in (built(text), sharded(built(text)), sharded(built(preset))):
-            assert train(model, 20) == losses, preset
+            assert train(model, 5) == losses, preset
             assert_equal(whole(model), whole(alone), preset)
 
 
