@@ -157,11 +157,15 @@ def test_op_adds_a_product():
 # ---- graphs --------------------------------------------------------------------------------------
 
 
+COMPILERS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]  # with kernels of C++
+
+
+@pytest.mark.parametrize("backend", COMPILERS)
 @pytest.mark.parametrize("how", HOW)
-def test_compiled_sums_equal_eager_ones(how):
+def test_compiled_sums_equal_eager_ones(how, backend):
     for recipe in ("fp8_tensorwise", "fp8_delayed", "nvfp4", "fp8_rowwise_gw_hp"):
         eager, compiled = built(recipe, how), built(recipe, how)
-        call = torch.compile(compiled, fullgraph=True)
+        call = torch.compile(compiled, backend=backend, fullgraph=True)
         for i in range(BATCHES):
             step(eager, i), step(compiled, i, call=call)
             if recipe == "fp8_delayed":
@@ -310,8 +314,8 @@ class FeedForward(nn.Module):
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("is_compiled", [False, True])
-def test_fused_feed_forward_accumulates(how, is_compiled, monkeypatch):
+@pytest.mark.parametrize("backend", [None, *COMPILERS])
+def test_fused_feed_forward_accumulates(how, backend, monkeypatch):
     called, op = [], mlp.one_op
     monkeypatch.setattr(mlp, "one_op", lambda *a: (called.append(1), op(*a))[1])
     models = []
@@ -321,7 +325,7 @@ def test_fused_feed_forward_accumulates(how, is_compiled, monkeypatch):
         mf.quantize_(model, "fp8_tensorwise", fuse=True, accumulate=accumulate)
         models.append(model)
     plain, fused = models  # both compute the op `mlp`
-    calls = [plain, torch.compile(fused, fullgraph=True) if is_compiled else fused]
+    calls = [plain, torch.compile(fused, backend=backend, fullgraph=True) if backend else fused]
     for layer in fused.children():
         layer.weight.main_grad = torch.zeros(layer.weight.shape) if how == "main_grad" else None
     for i in range(BATCHES):
