@@ -103,8 +103,8 @@ def test_all_examples_run():
     assert files == {re.split("[ ,]", name)[0] for name in RUNS}
 
 
-# Those that docs/quickstart.md and docs/megatron.md begin with.
-QUICK = ("train_one_gpu fp8_delayed", "train_fsdp2 fp8_rowwise", "train_megatron")
+# Those that docs/quickstart.md begins with.
+QUICK = ("train_one_gpu fp8_delayed", "train_fsdp2 fp8_rowwise")
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,15 @@ def require_equal_runs(program, way, make=build):
         require_same(got[name], tensor, name)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("name", programs.WRITTEN)
+def written_runs():
+    """Returns each sequence in two ways, in all ways where a kind of module once failed alone."""
+    everywhere = ("evaluation before", "two forwards before a backward")
+    for i, name in enumerate(programs.WRITTEN):
+        for way in WAYS if name in everywhere else (WAYS[i % 5], WAYS[(i + 2) % 5]):
+            yield pytest.param(name, way, id=f"{name}-{way.__name__}")
+
+
+@pytest.mark.parametrize(("name", "way"), written_runs())
 def test_written_sequences(name, way):
     require_equal_runs(programs.WRITTEN[name], way)
 
@@ -89,10 +96,9 @@ def test_a_recomputed_function_that_begins_a_count_is_an_error(is_checkpointed_w
         y.sum().backward()
 
 
-@pytest.mark.parametrize("way", WAYS[:-1], ids=lambda way: way.__name__)
-@pytest.mark.parametrize("seed", range(4))
-def test_random_sequences(seed, way):
-    require_equal_runs(programs.random_program(seed, programs.WHOLE), way)
+@pytest.mark.parametrize("seed", range(8))
+def test_random_sequences(seed):
+    require_equal_runs(programs.random_program(seed, programs.WHOLE), WAYS[seed % 4])
 
 
 @pytest.mark.parametrize("seed", range(4))
