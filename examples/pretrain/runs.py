@@ -17,23 +17,21 @@ COMPLETE = "complete"  # a file in each checkpoint that was written to its end
 SEPARATOR = re.compile(r",(?!\s*fast(?![\w=]))")
 ENTRY = re.compile(
     r"(?:(?!(?:fprop|dgrad|wgrad)=)(?P<name>[A-Za-z_][\w.+-]*)=)?"
-    r"(?P<text>(?P<recipe>[^@=][^@]*?)(?: keep=(?P<keep>[^\s@]+))?) ?(?:@ ?(?P<seed>\d{1,18}))?"
+    r"(?P<text>[^@=][^@]*?) ?(?:@ ?(?P<seed>\d{1,18}))?"
 )
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: a recipe, what stays in high precision, a seed. text: the entry, without the seed"""
+    """One run. text: its recipe as mf.quantize_ takes it, such as `nvfp4 keep=nvfp4_paper`"""
 
     name: str
     text: str
-    recipe: str
-    keep: str
     seed: int
 
     @property
     def converts(self):
-        return self.recipe != "bf16"
+        return self.text.split()[0] != "bf16"
 
     @property
     def folder(self):
@@ -43,7 +41,7 @@ class Run:
     def convert(self, model):
         """Converts a model in place; bf16 converts nothing."""
         if self.converts:
-            mf.quantize_(model, self.recipe, keep=self.keep, seed=self.seed)
+            mf.quantize_(model, self.text, seed=self.seed)
 
 
 def parse_runs(text):
@@ -60,7 +58,7 @@ def parse_runs(text):
             raise ValueError(f"--recipes: expected {expected}, got {entry!r}")
         seed = int(found["seed"] or SEED)
         name = found["name"] or found["text"] + (f" (seed {seed})" if seed != SEED else "")
-        runs.append(Run(name, found["text"], found["recipe"], found["keep"] or "head", seed))
+        runs.append(Run(name, found["text"], seed))
     folders = [run.folder for run in runs]
     if "" in folders or len({*folders}) < len(folders):
         raise ValueError(f"--recipes: expected different names, got {', '.join(folders)}")

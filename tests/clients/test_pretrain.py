@@ -37,23 +37,23 @@ FAST = "fprop=e4m3/tensor*e4m3/tensor,fast dgrad=e5m2/tensor*e4m3/tensor wgrad=b
 @pytest.mark.parametrize(
     ("text", "want"),
     [
-        ("bf16", [("bf16", "bf16", "head", 1)]),
-        ("bf16, mxfp8", [("bf16", "bf16", "head", 1), ("mxfp8", "mxfp8", "head", 1)]),
+        ("bf16", [("bf16", "bf16", 1)]),
+        ("bf16, mxfp8", [("bf16", "bf16", 1), ("mxfp8", "mxfp8", 1)]),
         (
             "nvfp4 keep=nvfp4_paper,bf16@2",
             [
-                ("nvfp4 keep=nvfp4_paper", "nvfp4", "nvfp4_paper", 1),
-                ("bf16 (seed 2)", "bf16", "head", 2),
+                ("nvfp4 keep=nvfp4_paper", "nvfp4 keep=nvfp4_paper", 1),
+                ("bf16 (seed 2)", "bf16", 2),
             ],
         ),
-        ("a=nvfp4 keep=nothing@7", [("a", "nvfp4", "nothing", 7)]),
-        ("m=*: nvfp4; lm_head: mxfp8", [("m", "*: nvfp4; lm_head: mxfp8", "head", 1)]),
-        (f"bf16,{FAST}", [("bf16", "bf16", "head", 1), (FAST, FAST, "head", 1)]),
+        ("a=nvfp4 keep=nothing@7", [("a", "nvfp4 keep=nothing", 7)]),
+        ("m=*: nvfp4; lm_head: mxfp8", [("m", "*: nvfp4; lm_head: mxfp8", 1)]),
+        (f"bf16,{FAST}", [("bf16", "bf16", 1), (FAST, FAST, 1)]),
     ],
 )
 def test_entries(module, text, want):
     runs = module("runs").parse_runs(text)
-    assert [(run.name, run.recipe, run.keep, run.seed) for run in runs] == want
+    assert [(run.name, run.text, run.seed) for run in runs] == want
 
 
 @pytest.mark.parametrize("text", ["", "bf16,", "=", "bf16@", "bf16@x", "bf16,bf16"])

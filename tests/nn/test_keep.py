@@ -234,6 +234,34 @@ def test_the_policy_of_the_paper_is_that_of_its_map():
     assert torch.equal(found(tokens), want(tokens))
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4", "*: nvfp4; layers.0.*: mxfp8"])
+@pytest.mark.parametrize("keep", ["head", "nvfp4_paper", "nothing"])
+def test_a_text_may_end_with_the_policy(recipe, keep):
+    found, want = Model(), Model()
+    report = mf.quantize_(found, f"{recipe} keep={keep}")
+    assert report == mf.quantize_(want, recipe, keep=keep)
+    again = mf.quantize_(Model(), f"{recipe} keep={keep}", keep=keep)
+    assert again == report
+
+
+@pytest.mark.parametrize(
+    ("recipe", "keep", "message"),
+    [
+        ("nvfp4 keep=all", "head", "keep: expected one of head, nvfp4_paper, nothing, got 'all'"),
+        ("nvfp4 keep=", "head", "keep: expected one of head, nvfp4_paper, nothing, got ''"),
+        ("nvfp4 keep=nothing", "nvfp4_paper", "keep: expected 'nothing', as in .*, got 'nvfp4_p"),
+        ("keep=nothing", "head", "expected"),
+        ("nvfp4 keep=nothing then=mxfp8", "head", r"recipe: .*; call mf\.restore_ and"),
+        ("nvfp4 then=mxfp8", "head", r"recipe: .*; call mf\.restore_ and"),
+    ],
+)
+def test_refuses_texts(recipe, keep, message):
+    model = Model()
+    with pytest.raises(ValueError, match=message):
+        mf.quantize_(model, recipe, keep=keep)
+    assert not any(isinstance(module, mf.Linear) for module in model.modules())
+
+
 # ---- Texts that match nothing --------------------------------------------------------------------
 
 

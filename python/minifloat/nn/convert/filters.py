@@ -10,10 +10,13 @@ policy keeps the routers beside experts.
 
 heads.py finds heads and blocks. Where a recipe map has an entry for the head, other than "*", the
 head gets that entry's recipe, and `keep` does not apply to it.
+
+A recipe's text may end with the policy: "nvfp4 keep=nvfp4_paper", as entries of command lines do.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Literal, get_args
@@ -34,9 +37,12 @@ DEFAULT_KEEP: Keep = "head"
 
 LAST_PERCENT = 15  # of the blocks
 
+POLICY = re.compile(r"(.*\S)\s+keep=(\S*)\s*", re.DOTALL)
+THEN = re.compile(r"\sthen=")
+
 # Recipe -> pairs (K, N): a layer of at most K inputs and at most N outputs is left out. On an H200,
 # with 16384 tokens in eager mode, such layers are slower than bf16, and the next larger sizes are
-# faster (docs/measured/layers.md, "Small layers").
+# faster (docs/speed.md, "A layer").
 ANY = 1 << 62
 SMALL_KN = {
     "fp8_tensorwise": ((1024, 1024),),
@@ -46,11 +52,32 @@ SMALL_KN = {
 }
 
 
+def read_recipe(recipe: str | Recipe | RecipeMap, keep: str) -> tuple[RecipeMap, str]:
+    """Returns the recipes, and the policy: that at the end of a text, else the argument.
+
+    Raises:
+        TypeError, ValueError: the recipe is none, it ends with another policy than the argument
+            names, or it names a recipe of the last steps, which only a training loop can choose.
+    """
+    if not isinstance(recipe, str):
+        return RecipeMap(recipe), keep
+    if THEN.search(recipe):
+        raise ValueError(
+            f"recipe: expected that of the steps from now on, got {recipe!r}; call mf.restore_ and "
+            "mf.quantize_ again before the first step of the recipe after then="
+        )
+    if not (found := POLICY.fullmatch(recipe)):
+        return RecipeMap(recipe), keep
+    if keep not in (DEFAULT_KEEP, found[2]):
+        raise ValueError(f"keep: expected {found[2]!r}, as in {recipe!r}, got {keep!r}")
+    return RecipeMap(found[1]), found[2]
+
+
 def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
     """Returns a filter that leaves out layers that a recipe makes slower than bf16.
 
-    The thresholds were measured on one H200 with 16384 tokens (docs/measured/layers.md, "Small
-    layers"). They do not hold for other devices or for fewer tokens.
+    The thresholds were measured on one H200 with 16384 tokens (docs/speed.md, "A
+    layer"). They do not hold for other devices or for fewer tokens.
 
     Args:
         recipe: "fp8_tensorwise", "fp8_rowwise", "mxfp4" or "nvfp4_pow2".

@@ -44,7 +44,7 @@ from ..state.recipe_state import (
     require_delayed_scaling,
 )
 from .fast_paths import disable_fast_paths_in, enable_fast_paths_in
-from .filters import DEFAULT_KEEP, FilterFn, Filters, Keep
+from .filters import DEFAULT_KEEP, FilterFn, Filters, Keep, read_recipe
 from .selection import Report, plan_gathers, require_chosen, select
 
 LOGGER = logging.getLogger("minifloat")
@@ -90,7 +90,8 @@ def quantize_(
         filter_fqns: texts. A layer whose name contains one is left out. The text
             "auto_filter_small_kn" leaves out small layers (see mf.nn.auto_filter_small_kn).
         keep: what else stays in high precision: "head", the layer that computes logits;
-            "nvfp4_paper", the head and the last blocks; "nothing" (nn/convert/filters.py).
+            "nvfp4_paper", the head and the last blocks; "nothing" (nn/convert/filters.py). A
+            recipe's text may end with it instead: "nvfp4 keep=nvfp4_paper".
         experts: glob of modules' names -> names of 3D parameters, which the modules' forward
             multiplies with by torch's grouped_mm, bmm or matmul.
         primary: whether the codes replace the high-precision weight as the parameter: for weights
@@ -117,7 +118,7 @@ def quantize_(
         accumulate: of linear layers, where backward adds a weight's gradient in float32, within the
             product where the GPU's kernel can: "main_grad", the attribute main_grad of the weight,
             which the caller allocates, zeroes and reads; "grad", .grad, which is float32. None:
-            autograd receives the gradient in the weight's dtype (docs/accumulation.md).
+            autograd receives the gradient in the weight's dtype (docs/memory.md).
 
     Returns:
         The names of converted layers with their recipes, and of others with reasons.
@@ -146,7 +147,8 @@ def quantize_(
     require_bool("fuse", fuse)
     require_one_of("memory", memory, RECOMPUTE)
     require_one_of("accumulate", accumulate, ACCUMULATE)
-    filters = Filters(model, RecipeMap(recipe), filter_fqns, filter_fn, keep)
+    recipe_map, policy = read_recipe(recipe, keep)
+    filters = Filters(model, recipe_map, filter_fqns, filter_fn, policy)
     selection = select(
         model, filters, expert_functions.select(model, filters, experts, primary), primary
     )
