@@ -19,7 +19,7 @@ export PYTHONNOUSERSITE := 1
 
 CXX_FOLDERS := $(wildcard include src torch tests benchmarks examples)
 CXX_SOURCES = $(shell find $(CXX_FOLDERS) -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
-PY_FOLDERS := $(wildcard python tests benchmarks examples tools docs/*.py docs/*/*.py)
+PY_FOLDERS := $(wildcard python tests benchmarks examples tools docs/*.py research/*/*.py)
 
 .PHONY: help setup build libraries all-architectures train print-cpu test test-all test-torchtitan-0.3 test-asan test-aarch64 test-aarch64-torch aarch64-tools test-exhaustive test-gpu bench lint style lock format tidy docs package-tools wheel sdist test-wheel test-sdist check-tag clean
 .DEFAULT_GOAL := help

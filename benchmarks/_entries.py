@@ -43,7 +43,7 @@ class RunSpec:
 
     @property
     def folder(self) -> str:
-        """The name as a folder: nvfp4 (keep nothing) becomes nvfp4_keep_nothing."""
+        """The name as a folder: nvfp4 keep=nothing becomes nvfp4_keep_nothing."""
         return re.sub(r"[^\w.+-]+", "_", self.name).strip("_")
 
 
@@ -61,6 +61,6 @@ def parse_entry(entry: str, seed: int) -> RunSpec:
         expected = "[NAME=]TEXT[ keep=POLICY][ then=RECIPE]"
         sys.exit(f"--recipes: expected {expected}, POLICY of {', '.join(KEEPS)}, got {entry!r}")
     if not name:
-        name = text if keep == DEFAULT_KEEP else f"{text} (keep {keep})"
+        name = text if keep == DEFAULT_KEEP else f"{text} keep={keep}"
         name += f"{THEN}{then}" if then else ""
     return RunSpec(name, text, seed, keep, then)  # type: ignore[arg-type]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import lzma
 import math
+import re
 import statistics
 import sys
 from itertools import accumulate
@@ -18,9 +19,9 @@ from typing import Any
 import _gpu_timing as timing
 
 Record = dict[str, Any]
-RESULTS = timing.ROOT / "docs" / "parity"
+RESULTS = timing.ROOT / "research" / "parity"
 BF16 = "bf16"
-NVFP4 = "nvfp4 (keep nvfp4_paper)"  # whose variants have a table and an image of their own
+NVFP4 = "nvfp4 keep=nvfp4_paper"  # whose variants have a table and an image of their own
 MAPS = "nvfp4_by_"  # begins the names of the runs that keep some layers in bf16
 BY_POSITION = f"{MAPS}position"  # beside which the inspector's map is judged
 NO_VARIANTS = ("nvfp4_pow2", "nvfp4_mxfp8")  # other recipes whose names begin like nvfp4's
@@ -37,8 +38,10 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(path: Path) -> Record:
+    """Reads a record; its name is written as an entry, where an older one has `(keep POLICY)`."""
     with lzma.open(path, "rt") as file:
-        return {key: value for line in file for key, value in json.loads(line).items()}
+        record = {key: value for line in file for key, value in json.loads(line).items()}
+    return record | {"name": re.sub(r"\(keep (\w+)\)", r"keep=\1", record["name"])}
 
 
 def records_in(folders: list[Path]) -> list[Record]:

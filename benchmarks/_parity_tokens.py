@@ -6,7 +6,7 @@
     SHA256SUMS           checksums of the files above
 
 The text travels, and ids are made where they are read: in half a minute on 16 cores, and in many
-on the small machine that makes the text (docs/parity.md).
+on the small machine that makes the text (research/parity.md).
 """
 
 from __future__ import annotations

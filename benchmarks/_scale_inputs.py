@@ -1,7 +1,7 @@
 """What a step's time and bytes are computed from: models, machines, layouts, rates, bits.
 
     blocks_of                 a model -> what its blocks have, and do for a token
-    rates_of                  a recipe and a machine -> operations a second, from docs/measured/
+    rates_of                  a recipe and a machine -> operations a second, from research/measured/
     gathered_bits, row_bytes  a recipe -> what is sent, from the library
 
 _scale_model.py computes steps from them.
@@ -23,7 +23,7 @@ from minifloat.moe.ranks.exchange import ROW_METADATA
 from minifloat.moe.ranks.operand_cast import X, operand_spec
 from minifloat.spec import Spec
 
-MEASURED = timing.ROOT / "docs" / "measured"
+MEASURED = timing.ROOT / "research" / "measured"
 FLASH = 2.5  # attention's backward over its forward: five products for two
 
 
@@ -138,7 +138,7 @@ class Rates:
 
 
 def read_rows(page: str, first: str) -> list[list[str]]:
-    """Reads the cells of the first table of a page of docs/measured/ whose header begins so."""
+    """Reads the cells of the first table of a page of research/measured/ whose header begins so."""
     text = (MEASURED / page).read_text(encoding="utf-8")
     _, found, rest = text.partition(f"\n| {first}")
     if not found:
@@ -154,11 +154,11 @@ def number(cell: str, place: int = 0) -> float:
 
 @cache
 def measured_rates() -> dict[str, Rates]:
-    """Reads the H200's rates: those of a step, docs/measured/step.md, and of a mixture's layer.
+    """Reads the H200's rates: those of a step, research/measured/step.md, and of a mixture's layer.
 
     The step is four blocks of Llama3-8B, 16384 tokens. The profile's parts are scaled until they
     fill the median step without a profiler. Of several rows of a recipe the first counts. The layer
-    is that of 8 experts of 7168 x 2048, docs/measured/experts.md; a recipe that it lacks has
+    is that of 8 experts of 7168 x 2048, research/measured/experts.md; a recipe that it lacks has
     fp8_rowwise's.
     """
     steps: dict[str, float] = {}
@@ -190,7 +190,7 @@ def measured_rates() -> dict[str, Rates]:
 def rates_of(recipe: str, machine: Machine) -> Rates:
     """Returns a recipe's rates on a machine: the H200's, or as much of Blackwell's peaks.
 
-    recipe: a preset, a peer of docs/measured/step.md, or "*.experts: preset" with bf16 elsewhere.
+    recipe: a preset, a peer of research/measured/step.md, or "*.experts: preset" with bf16 else.
 
     Raises:
         ValueError: no step was measured under the recipe.

@@ -3,7 +3,7 @@
     ring, all_reduce, all_to_all  bytes and ranks -> seconds of transfer and of latency
     step_of                       a model, a recipe, a machine, a layout -> a Step
 
-docs/scale.md has the equations with their letters, and what they leave out.
+research/scale.md has the equations with their letters, and what they leave out.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from minifloat.moe.ranks.operand_cast import G, X
 
 CONTENTION = 0.2  # of a hidden transfer's time at NVLink's speed: what it takes from compute
 ADAMW = 7  # words an element: parameter, gradient and two states read, all but the gradient written
-ADAMW_OF_COPY = 0.62  # 14 bytes of 872M bf16 elements in 4.7 ms, of 4.2 TB/s: docs/measured/step.md
+ADAMW_OF_COPY = 0.62  # 14 bytes of 872M bf16 elements in 4.7 ms, of 4.2 TB/s: measured/step.md
 STATE = 4  # words an element of the same four
 FEW = 0.05  # of a step: where links take less, compute is the limit
 

@@ -1,6 +1,7 @@
 """Steps that were measured, here and by others, beside what _scale_model.py computes of them.
 
-Values of this project are read from docs/measured/; those of others stand here with their source.
+Values of this project are read from research/measured/; those of others stand here with their
+source.
 FITTED marks the rows that a parameter of the model was fitted on. All others are predicted.
 """
 
@@ -98,7 +99,7 @@ RECIPES = ["bf16", AO_TENSOR, "fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_p
 
 
 def measured_here() -> Iterator[Check]:
-    """Yields the rows of docs/measured/ and of docs/torchtitan.md.
+    """Yields the rows of research/measured/.
 
     Times of blocks under FSDP2 are the device's, without the waits for the host, where the page has
     them; of a cell with two runs the first counts.
@@ -115,7 +116,7 @@ def measured_here() -> Iterator[Check]:
     layouts = {"one GPU": Layout(1, 16_384, 4096)}
     layouts["FSDP2 over two"] = Layout(2, 16_384, 4096, gradient=4.0)
     system = ""
-    for layout, recipe, _, _, tokens, *_ in read_rows("../torchtitan.md", "layout | recipe"):
+    for layout, recipe, _, _, tokens, *_ in read_rows("torchtitan.md", "layout | recipe"):
         system = layout or system
         if system in layouts and recipe in RECIPES:
             case = Case(f"torchtitan, 1.4B, {system}", SIX, two_h200, layouts[system])
@@ -137,7 +138,7 @@ def of_one_step() -> Iterator[Check]:
 def of_fsdp(
     system: str, machine: Machine, ranks: int, seq: int, header: str, column: int, fitted: str = ""
 ) -> Iterator[Check]:
-    """Yields the rows of a table of docs/measured/distributed.md."""
+    """Yields the rows of a table of research/measured/distributed.md."""
     layout = Layout(ranks, seq, seq, gradient=4.0)
     case = Case(f"eight blocks, {seq} tokens, {system}", EIGHT, machine, layout)
     for name, *cells in read_rows("distributed.md", header):
@@ -147,7 +148,7 @@ def of_fsdp(
 
 
 def of_experts(machine: Machine) -> Iterator[Check]:
-    """Yields the rows of a mixture's layer over two GPUs, docs/measured/experts.md."""
+    """Yields the rows of a mixture's layer over two GPUs, research/measured/experts.md."""
     model = Model(
         "layer", 7168, 1, 0, 0, 0, 0, dense_layers=0, experts=8, top_k=2, expert_hidden=2048
     )

@@ -37,7 +37,7 @@ So on 139 GiB bf16 should fit 2 sequences and the recipes 3; on 78 GiB bf16 none
 
 A recipe is a process of its own, and leaves OUT/RECIPE_DEVICE.jsonl.xz. bf16 comes first: all
 others are also measured at its largest batch. A recipe with a record for this GPU in OUT or in
-docs/parity/llama8b is not run again. The tables are printed from those records.
+research/parity/llama8b is not run again. The tables are printed from those records.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.llama import ModelConfig, compile_layers
 
-RESULTS = timing.ROOT / "docs" / "parity" / "llama8b"
+RESULTS = timing.ROOT / "research" / "parity" / "llama8b"
 RECIPES = [BF16, "fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2"]
 RECIPES += [f"{TORCHAO_PREFIX}tensorwise", f"{TORCHAO_PREFIX}rowwise"]
 OPTIONS: dict[str, Any] = {"fuse": True, "memory": "weights"}  # of mf.quantize_

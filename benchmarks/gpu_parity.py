@@ -19,8 +19,8 @@ four ranks would send them: each has a quarter of the batch. Compare it with `RE
 
 A run that has ended leaves OUT/NAME_seed_SEED.jsonl.xz: what was run, the loss and the gradient's
 norm of each step, evaluations, and the loss of each part of the validation text. A run with such a
-file in OUT or in docs/parity is not trained again. Without --data the tables of those are printed;
---plot FOLDER draws their curves.
+file in OUT or in research/parity is not trained again. Without --data the tables of those are
+printed; --plot FOLDER draws their curves.
 """
 
 from __future__ import annotations

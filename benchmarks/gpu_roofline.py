@@ -11,7 +11,7 @@ Reads the results of gpu_casts.py and gpu_linear.py; measures nothing.
 --markdown prints the tables, or, with a page, replaces the text between the two comments that name
 this script. To update a page's tables after a run:
 
-    python benchmarks/gpu_roofline.py --markdown docs/measured/casts.md
+    python benchmarks/gpu_roofline.py --markdown research/measured/casts.md
 
 The figure has the bars of both scripts; tables of pages have none.
 """

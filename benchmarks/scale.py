@@ -1,7 +1,7 @@
 """The time and the bytes of a training step on 8 to 16,384 GPUs, computed, and what limits it.
 
     python benchmarks/scale.py                      # the tables: the check, speeds, tokens, bytes
-    python benchmarks/scale.py --page docs/scale.md --images docs/images    # into the page
+    python benchmarks/scale.py --page research/scale.md --images research/images    # into the page
     python benchmarks/scale.py --model llama3_405b --machine H200 --gpus 512,4096 \\
         --recipes bf16,fp8_tensorwise --layout tp=8,gradient=1.04 --links nic=45,nvlink=300
 

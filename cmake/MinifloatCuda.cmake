@@ -104,7 +104,7 @@ function(minifloat_cutlass target)
         "minifloat: expected CUTLASS's headers, which the kernels for products of experts need, "
         "found none. Install them: pip install --no-deps --group cuda. Or set "
         "-DMINIFLOAT_CUTLASS_INCLUDE to their folder, or to OFF: experts' products are then "
-        "torch's, which take up to 2.7 times as long (docs/measured/experts.md)")
+        "torch's, which take up to 2.7 times as long (research/measured/experts.md)")
   endif()
   file(GLOB sources CONFIGURE_DEPENDS src/cuda/products/*.cu src/cuda/products/*.cpp)
   add_library(minifloat_products OBJECT ${sources})

@@ -1,9 +1,8 @@
 """The site: `make docs` builds it from the pages of this repository into build/site.
 
-Pages are those of docs/. README.md, CHANGELOG.md and CONTRIBUTING.md are outside of that folder:
-pages of docs/ include them, of the README the first screen and the list of pages. Relative links
-are written for the repository; `localise` turns them into the site's. A link to a file that is no
-page becomes a copy of the file.
+Pages are those of docs/; the first one is README.md. Relative links are written for the repository;
+`localise` turns them into the site's. A link to a file that is no page, such as CONTRIBUTING.md,
+becomes a copy of the file.
 
 Python's names come from their docstrings (docstrings.py). minifloat is imported without its native
 library, so that the pages alone need no build.
@@ -37,7 +36,7 @@ with mock(["minifloat._native", "torch.utils.flop_counter"]):  # the latter regi
 project = "minifloat"
 version = release = minifloat.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "docstrings"]
-exclude_patterns = ["images", "parity"]
+exclude_patterns = ["images"]
 nitpicky = True  # but for names of Python, of torch and of the package's inside
 nitpick_ignore_regex = [("py:.*", rf"(?!minifloat\.({'|'.join(public_names())})$).*")]
 suppress_warnings = ["misc.highlighting_failure"]  # `…` in an example
@@ -60,9 +59,7 @@ napoleon_use_ivar = True
 # ---- Links ---------------------------------------------------------------------------------------
 LINK = re.compile(r"(!?\[([^\]]*)\])\((?![a-z]+:)([^)\s#]*)(#[^)\s]*)?\)")
 
-# The pages of files above docs/.
-PAGES = {"README.md": "index.md"}
-PAGES |= {name: name.lower() for name in ("CHANGELOG.md", "CONTRIBUTING.md")}
+PAGES = {"README.md": "index.md"}  # of files above docs/
 
 
 def localise(text: str, file: Path) -> str:
@@ -77,6 +74,8 @@ def localise(text: str, file: Path) -> str:
             return words
         name = target.relative_to(ROOT).as_posix()
         place = PAGES.get(name, os.path.relpath(target, DOCS))
+        if target.suffix == ".md" and name not in PAGES and not target.is_relative_to(DOCS):
+            return f"{label}(path:/{place})"  # a copy
         return f"{label}(/{place}{anchor})"
 
     return LINK.sub(replace, text)

@@ -29,7 +29,7 @@ from tests.support.worlds import last_words, run_world
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-RANKS = {"accumulation.md": 2, "distributed.md": 4, "megatron.md": 2, "moe.md": 2, "zero.md": 2}
+RANKS = {"memory.md": 2, "distributed.md": 4, "moe.md": 2, "zero.md": 2}
 # (page, section; None: all of them) -> why its blocks do not run here.
 EXCEPTIONS = {
     (
@@ -42,7 +42,7 @@ EXCEPTIONS = {
     ): "it needs a CUDA device; tests/gpu/test_sharded_graphs.py captures such steps",
 }
 if sys.version_info >= (3, 12):
-    EXCEPTIONS["megatron.md", "Absent"] = "it is for Megatron-Core 0.16; here 0.19 is installed"
+    EXCEPTIONS["zero.md", "Absent"] = "it is for Megatron-Core 0.16; here 0.19 is installed"
 
 SUFFIXES = {"python": ".py", "cpp": ".cpp", "toml": ".toml"}
 OTHERS = {"", "text", "sh"}  # commands, which tools/check_docs.py checks; output; drawings
@@ -172,9 +172,15 @@ def given_of_inspector() -> Given:
     return {"model": model, "batch": {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}}
 
 
-def given_of_keep() -> Given:
+def given_of_readme() -> Given:
+    """Returns nothing; the README's model runs uncompiled here."""
+    torch._dynamo.config.disable = True
+    return {}
+
+
+def given_converted() -> Given:
     model = given_anywhere()["model"]
-    mf.quantize_(model, "nvfp4", keep="nvfp4_paper")
+    mf.quantize_(model, "nvfp4 keep=nvfp4_paper")
     return {"model": model}
 
 
@@ -247,17 +253,20 @@ def given_of_megatron() -> Given:
     return {**vars(example), "recipe": "fp8_tensorwise", "transformer_config": config}
 
 
+SECTIONS_OF_MEGATRON = ("Megatron's loop", "Weights of Megatron as codes", "Absent")
 # (page, section; None: all of them) -> what is given besides given_anywhere.
 GIVEN: dict[tuple[str, str | None], Callable[[], Given]] = {
+    ("README.md", None): given_of_readme,
+    ("choose.md", "Another recipe for the last steps"): given_converted,
     ("clients.md", "Hugging Face Trainer"): given_of_transformers,
     ("clients.md", "accelerate"): given_of_accelerate,
     ("clients.md", "PEFT"): given_of_peft,
     ("clients.md", "Lightning"): given_of_lightning,
     ("distributed.md", "Tensor and sequence parallel"): given_of_tensor_parallelism,
     ("inspector.md", None): given_of_inspector,
-    ("keep.md", None): given_of_keep,
-    ("megatron.md", None): given_of_megatron,
     ("moe.md", None): given_of_experts,
+    ("publish.md", None): given_converted,
+    **{("zero.md", section): given_of_megatron for section in SECTIONS_OF_MEGATRON},
 }
 
 

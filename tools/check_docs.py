@@ -2,9 +2,9 @@
 
 usage: check_docs.py [--self-test]
 
-Reads the Markdown files at the root and under docs/. A link [text](path#heading) is right when the
-path exists and, where it names a heading of a Markdown file, that heading exists too. A line may be
-longer than 100 columns in a table, and where a link or an address makes it long.
+Reads the Markdown files at the root, under docs/ and under research/. A link [text](path#heading)
+is right when the path exists and, where it names a heading of a Markdown file, that heading exists
+too. A line may be longer than 100 columns in a table, and where a link or an address makes it long.
 
 A command stands in a block or between backticks. It is right when what it names exists: targets and
 variables of the Makefile, presets of CMake, files of the tree, subcommands of `minifloat`, options
@@ -125,7 +125,7 @@ PROGRAM = re.compile(
 SUBSTITUTION = re.compile(r"\$\(([^()]*)\)")
 ASSIGNMENT = re.compile(r"(\w+)=(\"[^\"]*\"|\S+)")
 IN_TREE = re.compile(
-    r"(?:benchmarks|cmake|docs|examples|include|python|src|tests|tools|torch)/.*"
+    r"(?:benchmarks|cmake|docs|examples|include|python|research|src|tests|tools|torch)/.*"
     r"|requirements.*\.txt"
 )
 
@@ -354,7 +354,8 @@ def main() -> int:
         return self_test()
     if sys.argv[1:]:
         sys.exit(__doc__)
-    pages = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
+    folders = (ROOT / "docs", ROOT / "research")
+    pages = [*sorted(ROOT.glob("*.md")), *(p for f in folders for p in sorted(f.rglob("*.md")))]
     problems = [problem for page in pages for problem in check_page(page)]
     problems += [*check_map(), *check_comments()]
     for problem in problems:

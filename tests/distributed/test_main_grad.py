@@ -51,7 +51,7 @@ def test_distributed_data_parallel_is_refused():
 
 
 def check_loop(rank):
-    """The loop of docs/accumulation.md has the sums of one process with all ranks' batches."""
+    """The loop of docs/memory.md has the sums of one process with all ranks' batches."""
     ranks, model, whole = dist.get_world_size(), built("main_grad"), built("main_grad")
     for i in range(MICRO_BATCHES):
         model(batch(i, rank)).square().sum().backward()

@@ -298,7 +298,7 @@ def test_hook_of_autograds_node_is_refused():
     assert not layer.weight.main_grad.any()
 
 
-# ---- the loop of docs/accumulation.md ------------------------------------------------------------
+# ---- the loop of docs/memory.md ------------------------------------------------------------------
 
 
 def test_loop_with_masters_that_clips():

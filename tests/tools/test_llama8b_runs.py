@@ -110,7 +110,7 @@ def test_a_tiny_command_leaves_records_and_prints_their_table(tmp_path):
     assert first.returncode == 0, first.stdout + first.stderr
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"bf16_cpu.jsonl.xz", "mxfp4_cpu.jsonl.xz"}
-    tables = first.stdout[first.stdout.index("\nNVIDIA H200") :]  # those of docs/parity come first
+    tables = first.stdout[first.stdout.index("\nNVIDIA H200") :]  # the records come first
     rows = [line for line in tables.partition("\nCPU")[2].splitlines() if line.startswith("| `")]
     assert [row.split("`")[1] for row in rows] == ["bf16", "mxfp4"]
     again = subprocess.run([*command, "--limit", "0"], capture_output=True, text=True)

@@ -46,7 +46,7 @@ def test_records_in_the_repository_are_of_one_trial(parity):
     [
         (
             "nvfp4 keep=nvfp4_paper then=bf16",
-            "nvfp4 (keep nvfp4_paper) then=bf16",
+            "nvfp4 keep=nvfp4_paper then=bf16",
             "nvfp4_keep_nvfp4_paper_then_bf16",
         ),
         ("bf16 wire=mxfp8 then=nvfp4", "bf16 wire=mxfp8 then=nvfp4", "bf16_wire_mxfp8_then_nvfp4"),

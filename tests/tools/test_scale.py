@@ -1,4 +1,4 @@
-"""benchmarks/scale.py: bytes counted by hand, its limits, and the tables of docs/scale.md."""
+"""benchmarks/scale.py: bytes counted by hand, its limits, and the tables of research/scale.md."""
 
 import importlib
 import sys
@@ -91,7 +91,7 @@ def test_bytes_an_element_as_published(of):
 
 
 def test_a_row_has_the_bytes_that_were_counted_on_ranks(of):
-    """docs/measured/distributed.md, "What a DeepSeek-style layer sends"."""
+    """research/measured/distributed.md, "What a DeepSeek-style layer sends"."""
     counted = {"bf16": (14_352, 14_336), "fp8_rowwise": (7184, 7184), "nvfp4": (4048, 4032)}
     for recipe, expected in counted.items():
         assert tuple(of.row_bytes(recipe, name, 7168) for name in (of.X, of.G)) == expected
@@ -184,11 +184,11 @@ def test_the_rates_fill_the_steps_that_they_were_read_from(of):
 
 
 def test_the_pages_tables(of):
-    page = (TREE / "docs" / "scale.md").read_text(encoding="utf-8")
+    page = (TREE / "research" / "scale.md").read_text(encoding="utf-8")
     for name, content in of.tables().items():
         begin, end = f"<!-- scale.py: {name} -->\n", f"<!-- /scale.py: {name} -->"
         assert page[page.index(begin) + len(begin) : page.index(end)] == content, (
-            f"{name}: python benchmarks/scale.py --page docs/scale.md"
+            f"{name}: python benchmarks/scale.py --page research/scale.md"
         )
 
 

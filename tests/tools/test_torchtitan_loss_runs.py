@@ -56,7 +56,7 @@ def test_models_have_trials_of_their_own(titan):
 def test_a_tiny_command_leaves_records_and_prints_their_tables(titan, tmp_path):
     command = [BENCHMARKS / "gpu_torchtitan_loss.py", "--tiny", "--seeds", "1", "--out", tmp_path]
     first = output_of(*command, "--recipes", "bf16,nvfp4 keep=nvfp4_paper")
-    names = ["bf16", "nvfp4 (keep nvfp4_paper)"]
+    names = ["bf16", "nvfp4 keep=nvfp4_paper"]
     for model in titan.MODELS:
         records = titan.records_in([tmp_path / model])
         assert [record["name"] for record in records] == names

@@ -65,7 +65,7 @@ def states_of(model):
 def check_flags(flags):
     config = config_of(*flags)
     assert config.model.converters == ["minifloat"]
-    assert config.minifloat.recipe == "fp8_rowwise"
+    assert config.minifloat.recipe == "fp8_tensorwise"
     assert config.minifloat.filter_fqns == ["auto_filter_small_kn"]
 
 

@@ -2,7 +2,7 @@
 // layers/ and sharded/.
 //
 // Specs, products and recipes are passed as text. A quantized operand is three tensors: codes,
-// scale and amax (docs/lexicon.md).
+// scale and amax (docs/reference/grammar.md).
 #include <torch/library.h>
 
 #include <string>

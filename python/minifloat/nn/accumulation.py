@@ -7,7 +7,7 @@ The op `linear` adds each gradient to that tensor itself. This module checks the
 it to the op. Other code may read the weight too, such as a tied embedding. Autograd adds that
 gradient to .grad. Under "main_grad" a hook of the weight then moves it to main_grad.
 
-torch/layers/weight_sums.h describes both; docs/accumulation.md says which one to use.
+torch/layers/weight_sums.h describes both; docs/memory.md says which one to use.
 """
 
 from __future__ import annotations

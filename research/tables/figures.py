@@ -1,10 +1,11 @@
 """The figures behind the tables and pictures of these pages: where each is read from.
 
-    docs/results/    the JSON that a benchmark wrote by --out, a file a run: gpu_blocks_weights.json
-                     is a run of benchmarks/gpu_blocks.py, whose options are in it
-    docs/parity/     the records of gpu_parity.py: losses, and the speed of that model
-    docs/parity/llama8b/    those of gpu_llama8b.py
-    mf.engines       what multiplies a recipe's products on a GPU
+    research/results/           the JSON that a benchmark wrote by --out, a file a run:
+                                gpu_blocks_weights.json is a run of benchmarks/gpu_blocks.py, whose
+                                options are in it
+    research/parity/            the records of gpu_parity.py: losses, and the speed of that model
+    research/parity/llama8b/    those of gpu_llama8b.py
+    mf.engines                  what multiplies a recipe's products on a GPU
 
 A speed is bf16's time over the recipe's, in the same run.
 """
@@ -19,8 +20,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).resolve().parents[1]
-ROOT = DOCS.parent
+RESEARCH = Path(__file__).resolve().parents[1]
+ROOT = RESEARCH.parent
+DOCS = ROOT / "docs"
 sys.path[:0] = [str(ROOT / "python"), str(ROOT / "benchmarks")]
 
 import _parity_records as parity  # noqa: E402
@@ -35,8 +37,8 @@ STEPS = ("gpu_blocks_fuse_weights", "gpu_blocks_weights")  # the first run that 
 # ---- Runs ----------------------------------------------------------------------------------------
 @cache
 def read_run(name: str) -> dict[str, Any]:
-    """Reads a run of docs/results."""
-    return json.loads((DOCS / "results" / f"{name}.json").read_text(encoding="utf-8"))
+    """Reads a run of research/results."""
+    return json.loads((RESEARCH / "results" / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def rows_of(run: str, key: str = "rows", /, **where: Any) -> list[Row]:
@@ -109,18 +111,23 @@ def speeds_of_records() -> dict[str, float]:
 
 
 @cache
-def speeds_of_llama8b() -> dict[str, float]:
-    """Returns the speeds of a whole Llama3-8B at bf16's largest batch, on the GPU of its record."""
+def runs_of_llama8b() -> dict[str, Row]:
+    """Returns a whole Llama3-8B's samples at bf16's largest batch, on the GPU of its record."""
     found = [parity.read_record(p) for p in sorted((parity.RESULTS / "llama8b").glob("*.xz"))]
     base = next(record for record in found if record["name"] == BF16)
     largest = max(base["samples"], key=lambda sample: sample["batch"])
-    speeds = {}
+    samples = {}
     for record in found:
         for sample in record["samples"]:
             keys = ("batch", "is_checkpointed")
             if record["device"] == base["device"] and all(sample[k] == largest[k] for k in keys):
-                speeds[record["name"]] = sample["tokens_per_s"] / largest["tokens_per_s"]
-    return speeds
+                samples[record["name"]] = sample
+    return samples
+
+
+def speeds_of_llama8b() -> dict[str, float]:
+    base = runs_of_llama8b()[BF16]["tokens_per_s"]
+    return {name: run["tokens_per_s"] / base for name, run in runs_of_llama8b().items()}
 
 
 # ---- Engines -------------------------------------------------------------------------------------

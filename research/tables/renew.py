@@ -1,9 +1,9 @@
 """Write the tables and pictures that are made from results, not typed.
 
-    python docs/tables/renew.py        renews README.md, docs/**/*.md and docs/images/*.svg
+    python research/tables/renew.py    renews README.md, docs/, research/ and docs/images/*.svg
 
 A table stands between two comments, `<!-- renew.py: NAME -->` and `<!-- /renew.py -->`. Run this
-after a new file in docs/results or docs/parity (figures.py), a new preset or a new engine.
+after a new file in research/results or research/parity (figures.py), a new preset or a new engine.
 tests/tools/test_tables.py fails where a page is not up to date.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import figures
@@ -62,7 +63,8 @@ def renewed(text: str) -> str:
 
 def pages() -> Iterator[Path]:
     """Yields the pages that have tables."""
-    for page in (figures.ROOT / "README.md", *sorted(figures.DOCS.rglob("*.md"))):
+    pages = chain(*(sorted(folder.rglob("*.md")) for folder in (figures.DOCS, figures.RESEARCH)))
+    for page in (figures.ROOT / "README.md", *pages):
         if BEGIN in page.read_text(encoding="utf-8"):
             yield page
 

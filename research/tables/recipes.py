@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import figures
-import pictures
 from cells import label, number, table
 from figures import BF16, Row, mf
 
@@ -14,7 +13,7 @@ from figures import BF16, Row, mf
 # ---- Recipes -------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Choice:
-    """A row of the tables of recipes: names in mf.presets, in the runs of a step, in records.
+    """A row of the table of recipes: names in mf.presets, in the runs of a step, in records.
 
     Where `step` ran without what the label says, the row is not timed.
     """
@@ -23,81 +22,22 @@ class Choice:
     recipe: str = ""
     step: str = ""
     record: str = ""
-    when: str = ""  # README's column; without it README has no row
     is_timed: bool = True
 
 
-KEPT = "nvfp4 (keep nvfp4_paper)"
+KEPT = "nvfp4 keep=nvfp4_paper"
 THEN = f"{KEPT} then=mxfp8"
-POW2 = "docs/measured/loss.md#which-operand-pow2-harms-most"
+NAMES = ("fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp4", "nvfp4_pow2")
+HYBRIDS = ("mxfp8", "mxfp8_nvfp4", "nvfp4")
 CHOICES = (
-    Choice("`bf16`", BF16, BF16),
-    Choice(
-        "`fp8_tensorwise`",
-        "fp8_tensorwise",
-        "fp8_tensorwise",
-        "fp8_tensorwise",
-        "first choice on H100 and H200",
-    ),
-    Choice(
-        "`fp8_delayed`",
-        "fp8_delayed",
-        "fp8_delayed",
-        "fp8_delayed",
-        "the fastest: scales come from earlier steps",
-    ),
-    Choice(
-        "`fp8_rowwise`",
-        "fp8_rowwise",
-        "fp8_rowwise",
-        "fp8_rowwise",
-        "a scale for each token and feature",
-    ),
-    Choice(
-        "`fp8_blockwise`",
-        "fp8_blockwise",
-        "fp8_blockwise",
-        "fp8_blockwise",
-        "a scale for each 128 elements, as in DeepSeek-V3",
-    ),
-    Choice("`mxfp4`", "mxfp4", "mxfp4", "mxfp4", "the fastest FP4 recipe, and the least memory"),
-    Choice(
-        "`nvfp4_pow2`",
-        "nvfp4_pow2",
-        "nvfp4_pow2",
-        "nvfp4_pow2",
-        f"FP4 in blocks of 16; [its errors]({POW2}) beside `mxfp4`'s",
-    ),
-    Choice("`mxfp8`", "mxfp8", "mxfp8", "mxfp8", "Blackwell's MXFP8; emulated on Hopper"),
-    Choice("`mxfp8_nvfp4`", "mxfp8_nvfp4", "mxfp8_nvfp4", "mxfp8_nvfp4"),
-    Choice(
-        "`nvfp4`",
-        "nvfp4",
-        "nvfp4",
-        "nvfp4",
-        "NVFP4 in all layers but the head; emulated on Hopper",
-    ),
-    Choice(
-        "`nvfp4`, last block in bf16",
-        "nvfp4",
-        "nvfp4",
-        KEPT,
-        "NVIDIA's NVFP4 recipe; emulated on Hopper",
-        is_timed=False,
-    ),
-    Choice(
-        "the same, `then=mxfp8`",
-        "nvfp4",
-        "nvfp4",
-        THEN,
-        "the [last 15% of the steps](docs/parity.md#variants-of-nvfp4) in `mxfp8`: "
-        f"{figures.gaps(KEPT)[THEN]} beside the row above, from the same seeds",
-        is_timed=False,
-    ),
+    *(Choice(label(name), name, name, name) for name in (BF16, *NAMES, *HYBRIDS)),
+    *(Choice(label(name), "nvfp4", "nvfp4", name, is_timed=False) for name in (KEPT, THEN)),
     Choice("torchao tensorwise", step="torchao tensorwise"),
     Choice("torchao rowwise", step="torchao rowwise", record="torchao_rowwise"),
     *(Choice(label(peer), step=peer) for peer in ("te delayed", "te current", "te blocks")),
 )
+NOT_MEASURED = "not measured"
+README = (BF16, "torchao_tensorwise", "fp8_tensorwise", "fp8_rowwise", THEN)
 
 
 def of_step(choice: Choice, field: str) -> str:
@@ -105,23 +45,27 @@ def of_step(choice: Choice, field: str) -> str:
     return number(figures.step_of(choice.step).get(field) if choice.is_timed else None)
 
 
-def loss_of(choice: Choice) -> str:
-    gap = figures.gaps().get(choice.record)
+def loss_of(record: str) -> str:
+    gap = figures.gaps().get(record)
     return "-" if gap is None else str(gap)
 
 
-def peak_of_bf16() -> str:
-    return number(figures.step_of(BF16)["peak_gib"])
-
-
 def recipes() -> str:
-    head = ["recipe", "when", "a step's speed, bf16 = 1", f"peak, GiB (bf16: {peak_of_bf16()})"]
-    body = [
-        [c.label, c.when, of_step(c, "speed"), of_step(c, "peak_gib"), loss_of(c)]
-        for c in CHOICES
-        if c.when
-    ]
-    return table([*head, "loss beside bf16's"], body)
+    """Formats README's rows: a whole Llama3-8B, and the loss of a small one."""
+    head = ["recipe", "tokens/s", "speed, bf16 = 1", "peak, GiB", "loss beside bf16's"]
+    speeds, body = figures.speeds_of_llama8b(), []
+    for name in README:
+        cells = [NOT_MEASURED] * 3
+        if run := figures.runs_of_llama8b().get(name):
+            cells = [
+                f"{run['tokens_per_s']:,.0f}",
+                number(speeds[name]),
+                number(run["peak_gib"], 1),
+            ]
+        gap = "-" if name == BF16 else figures.gaps().get(name, NOT_MEASURED)
+        shown = name.replace("_", " ") if name.startswith("torchao") else label(name)
+        body.append([shown, *cells, str(gap)])
+    return table(head, body)
 
 
 def native_on(recipe: str) -> str:
@@ -157,20 +101,77 @@ def choice() -> str:
                 of_step(c, "speed"),
                 number(large.get(in_large)),
                 of_step(c, "peak_gib"),
-                loss_of(c),
+                loss_of(c.record),
             ]
         )
     return table(head, body)
 
 
+@dataclass(frozen=True)
+class Wish:
+    """A purpose, and the recipe for it. Without one any recipe will do."""
+
+    purpose: str
+    recipe: str = ""
+    record: str = ""  # the record of its loss, where that is not the recipe's own
+
+
+LEAST_LOSS_IN_FP4 = {"recipe": "nvfp4", "record": THEN}
+# GPUs, their capabilities, purposes.
+WISHES: tuple[tuple[str, tuple[tuple[int, int], ...], tuple[Wish, ...]], ...] = (
+    (
+        "H100, H200",
+        (figures.HOPPER,),
+        (
+            Wish("Speed at bf16's loss", "fp8_tensorwise"),
+            Wish("More speed, by scales of earlier steps", "fp8_delayed"),
+            Wish("A scale a token and feature: outliers", "fp8_rowwise"),
+            Wish("Least memory, fewest bits between GPUs", "mxfp4"),
+            Wish("Blackwell's MXFP8, for its numerics", "mxfp8"),
+            Wish("NVIDIA's NVFP4, with the least loss in FP4", **LEAST_LOSS_IN_FP4),
+        ),
+    ),
+    (
+        "B200, B300, RTX 50: never run on one",
+        ((10, 0), (10, 3), (12, 0)),
+        (Wish("Speed at bf16's loss", "mxfp8"), Wish("FP4", **LEAST_LOSS_IN_FP4)),
+    ),
+    (
+        "RTX 40, L4, L40: never run on one",
+        ((8, 9),),
+        (Wish("Speed at bf16's loss", "fp8_tensorwise"),),
+    ),
+    (
+        "A100, RTX 30, CPU",
+        ((8, 0), (8, 6), figures.CPU),
+        (Wish("To see what a recipe costs in loss"),),
+    ),
+)
+
+
+def words_of(wish: Wish, capabilities: tuple[tuple[int, int], ...]) -> str:
+    """Returns what was measured of a recipe on Hopper, and on other GPUs its loss alone."""
+    if not wish.recipe:
+        return "emulated, so no faster than bf16"
+    loss = f"loss {figures.gaps()[wish.record or wish.recipe]}"
+    if figures.HOPPER in capabilities and wish.record:  # other layers than a step was timed with
+        return f"not timed; {loss}"
+    if figures.HOPPER in capabilities:
+        row = figures.step_of(wish.recipe)
+        return f"speed {row['speed']:.2f}, {row['peak_gib']:.1f} GiB, {loss}"
+    if not all(figures.is_native(wish.recipe, capability) for capability in capabilities):
+        raise ValueError(f"{wish.recipe}: expected a recipe that is native on {capabilities}")
+    return f"{loss}; speed unknown"
+
+
 def wishes() -> str:
-    """Formats the picture's GPUs, purposes and recipes: a row each."""
-    body = [
-        [gpus, wish.purpose, f"`{name}`" if wish.recipe else name, words]
-        for gpus, _, capabilities, wanted in pictures.MACHINES
-        for wish in wanted
-        for name, words in [(pictures.name_of(wish), pictures.words_of(wish, capabilities))]
-    ]
+    """Formats GPUs, purposes and recipes: a row each."""
+    body = []
+    for gpus, capabilities, wanted in WISHES:
+        for wish in wanted:
+            name = wish.record or wish.recipe
+            shown = f"`{name}`" if name else "any recipe"
+            body.append([gpus, wish.purpose, shown, words_of(wish, capabilities)])
     return table(["your GPU", "what for", "take", "what is known"], body)
 
 
@@ -184,7 +185,7 @@ WIDE = {"k": 4096, "n": 4096, "tokens": 256}
 
 def linear_rows(shape: str) -> list[Row]:
     """Returns the rows of a shape, M x K x N, of all runs of gpu_linear.py."""
-    runs = sorted((figures.DOCS / "results").glob("gpu_linear*.json"))
+    runs = sorted((figures.RESEARCH / "results").glob("gpu_linear*.json"))
     return [row for run in runs for row in figures.rows_of(run.stem, shape=shape)]
 
 
@@ -196,31 +197,29 @@ def below_one(speed: float) -> str:
 
 def speed_cases() -> Iterator[tuple[str, dict[str, float]]]:
     """Yields the cases of the page, with a speed by recipe."""
-    layer, of = "measured/layers.md", figures.by_name
-    small, large = f"{layer}#small-layers-and-fewer-tokens", f"{layer}#speed-of-a-layer-on-one-h200"
+    layer, of = "speed.md#a-layer", figures.by_name
     for shape in (SMALL, "16384x2048x2048", "4096x4096x4096"):
         m, k, n = shape.split("x")
-        yield f"[a layer]({small}) of {k} x {n}, {m} tokens", of(linear_rows(shape))
+        yield f"[a layer]({layer}) of {k} x {n}, {m} tokens", of(linear_rows(shape))
     m, k, n = LARGE.split("x")
-    yield f"[a layer]({large}) of {k} x {n}, {m} tokens", of(linear_rows(LARGE))
+    yield f"[a layer]({layer}) of {k} x {n}, {m} tokens", of(linear_rows(LARGE))
     of_records = dict(figures.speeds_of_records())
     of_records["nvfp4"] = of_records[KEPT]
-    yield "[a Llama](parity.md#loss-at-equal-time) of dim 1024, compiled", of_records
-    fsdp = "[FSDP2 on four GPUs](measured/distributed.md#fsdp2-on-four-h200s-of-one-host)"
+    yield "[a Llama](loss.md) of dim 1024, compiled", of_records
+    fsdp = "[FSDP2 on four GPUs](speed.md#several-gpus)"
     for tokens in (2048, 8192):
         rows = figures.rows_of("gpu_fsdp", seq=tokens)
         yield f"{fsdp}, {tokens} tokens each", of(rows)
-    grouped = "measured/experts.md#grouped-gemms-of-experts"
+    grouped = "speed.md#experts"
     for sizes in (EXPERTS_128, EXPERTS_2):
         rows = figures.rows_of("gpu_grouped", "layers", shape=sizes, groups="even")
         each = f"of {sizes[1]} x {sizes[2]}, {sizes[0] // sizes[3]} rows each"
         yield f"[GEMMs of {sizes[3]} experts]({grouped}) {each}", of(rows)
     rows = figures.rows_of("gpu_moe", shape=LAYER_128)
-    experts = "[a layer](measured/experts.md#the-layer-of-experts)"
+    experts = "[a layer](speed.md#experts)"
     yield f"{experts} of {LAYER_128[2]} experts of hidden width {LAYER_128[1]}", of(rows)
     rows = figures.rows_of("gpu_weight_codes", **WIDE)
-    codes = f"({layer}#a-forward-that-quantizes-its-weight)"
-    yield f"[generation]{codes}, {WIDE['tokens']} tokens a forward", of(rows)
+    yield f"[generation]({layer}), {WIDE['tokens']} tokens a forward", of(rows)
     yield "the same with the weight's codes kept", of(rows, "cached_speed")
 
 
@@ -239,11 +238,10 @@ def peaks() -> str:
     layer = figures.by_name(figures.rows_of("gpu_moe", shape=LAYER_128), "peak_gib")
     fsdp = figures.by_name(figures.rows_of("gpu_fsdp", seq=8192), "peak_gib")
     cases = {
-        "[a step](measured/step.md) of four Llama3-8B blocks, with `fuse=True` and "
+        "[a step](speed.md#a-training-step) of four Llama3-8B blocks, with `fuse=True` and "
         '`memory="weights"`': step,
-        "[FSDP2 on four GPUs](measured/distributed.md#fsdp2-on-four-h200s-of-one-host), 8192 "
-        "tokens each": fsdp,
-        f"[a layer](measured/experts.md#the-layer-of-experts) of {LAYER_128[2]} experts": layer,
+        "[FSDP2 on four GPUs](speed.md#several-gpus), 8192 tokens each": fsdp,
+        f"[a layer](speed.md#experts) of {LAYER_128[2]} experts": layer,
     }
     body = []
     for case, at in cases.items():

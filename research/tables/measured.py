@@ -1,4 +1,4 @@
-"""The tables of docs/measured that have a file in docs/results."""
+"""The tables of research/measured that have a file in research/results."""
 
 from __future__ import annotations
 
