@@ -36,7 +36,7 @@ CHOICES = (
     Choice("torchao rowwise", step="torchao rowwise", record="torchao_rowwise"),
     *(Choice(label(peer), step=peer) for peer in ("te delayed", "te current", "te blocks")),
 )
-NOT_MEASURED = "not measured"
+NOT_MEASURED = "-"
 README = (BF16, "torchao_tensorwise", "fp8_tensorwise", "fp8_rowwise", THEN)
 
 
@@ -52,7 +52,7 @@ def loss_of(record: str) -> str:
 
 def recipes() -> str:
     """Formats README's rows: a whole Llama3-8B, and the loss of a small one."""
-    head = ["recipe", "tokens/s", "speed, bf16 = 1", "peak, GiB", "loss beside bf16's"]
+    head = ["recipe", "tokens/s", "speed", "peak, GiB", "loss beside bf16's"]
     speeds, body = figures.speeds_of_llama8b(), []
     for name in README:
         cells = [NOT_MEASURED] * 3
@@ -62,7 +62,7 @@ def recipes() -> str:
                 number(speeds[name]),
                 number(run["peak_gib"], 1),
             ]
-        gap = "-" if name == BF16 else figures.gaps().get(name, NOT_MEASURED)
+        gap = "base" if name == BF16 else figures.gaps().get(name, NOT_MEASURED)
         shown = name.replace("_", " ") if name.startswith("torchao") else label(name)
         body.append([shown, *cells, str(gap)])
     return table(head, body)
