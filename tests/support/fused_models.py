@@ -55,8 +55,6 @@ class Activation(torch.autograd.Function):
 
 
 class FeedForward(nn.Module):
-    is_plain = False  # whether the activation is computed by the library's op
-
     def __init__(self, bias=False):
         super().__init__()
         self.w1 = nn.Linear(WIDTH, HIDDEN, bias=bias)
@@ -64,16 +62,18 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(WIDTH, HIDDEN, bias=bias)
 
     def forward(self, x):
-        gate = self.w1(x)
-        if self.is_plain:
-            return self.w2(Activation.apply(gate, self.w3(x), "silu"))
-        return self.w2(F.silu(gate) * self.w3(x))
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class OfTheLibrary(FeedForward):
+    """Its activation is the library's op."""
+
+    def forward(self, x):
+        return self.w2(Activation.apply(self.w1(x), self.w3(x), "silu"))
 
 
 class Mlp(nn.Module):
     """A feed-forward without a gate."""
-
-    is_plain = False
 
     def __init__(self, act, bias=True):
         super().__init__()
@@ -82,10 +82,16 @@ class Mlp(nn.Module):
         self.act_fn = act
 
     def forward(self, x):
-        hidden = self.fc1(x)
-        if self.is_plain:
-            return self.fc2(Activation.apply(hidden, None, self.is_plain))
-        return self.fc2(self.act_fn(hidden))
+        return self.fc2(self.act_fn(self.fc1(x)))
+
+
+class LibraryActivation(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        return Activation.apply(x, None, self.name)
 
 
 class Block(nn.Module):
@@ -110,7 +116,8 @@ def unfused(model, activation_of_torch=False):
     for module in list(model.modules()):
         if isinstance(module, mf.MLP):
             restore_mlp(module)
-            module.is_plain = isinstance(module, FeedForward) and not activation_of_torch
+            if isinstance(module, FeedForward) and not activation_of_torch:
+                module.__class__ = OfTheLibrary
     return model
 
 

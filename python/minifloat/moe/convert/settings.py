@@ -28,6 +28,7 @@ from ...nn.convert.foreign_code import (
     Code,
     code_of,
     codes_in,
+    handles_exceptions,
     is_followed,
     is_watched,
     parts_of,
@@ -44,7 +45,6 @@ from ...nn.convert.reads import (
     snapshot,
     text_of,
 )
-from ...nn.fuse.views import handles_exceptions
 from .implementations import GATE, class_of
 
 SETTINGS = "_settings"  # attribute of a converted module

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ast
 import dis
+import functools
 import hashlib
 import inspect
 import logging
@@ -65,6 +66,14 @@ def codes_in(code: CodeType) -> Iterator[CodeType]:
     for const in code.co_consts:
         if isinstance(const, CodeType):
             yield from codes_in(const)
+
+
+@functools.cache
+def handles_exceptions(code: CodeType) -> bool:
+    """Tells whether code has an except or finally."""
+    names = [instruction.opname for instruction in dis.get_instructions(code)]
+    handlers = names.count("PUSH_EXC_INFO") - names.count("WITH_EXCEPT_START")
+    return handlers > 0 or "SETUP_FINALLY" in names  # of Python 3.10
 
 
 def is_followed(value: object, others: set[str] = NOT_FOLLOWED) -> bool:

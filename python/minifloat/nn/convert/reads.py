@@ -1,10 +1,10 @@
 """What another library's forward has read, so that a later call can tell whether that has changed.
 
 A conversion stands for such a forward under the settings, submodules, functions and globals of that
-moment. `Record` lists them, as a run on stand-ins reads them (nn/fuse/trace.py) or as the names in
-the code tell (moe/convert/settings.py). `first_change` compares the list with what is there now, so
-it does not matter who made a change. One change is not seen: another dict that is assigned to an
-object's __dict__.
+moment. `Record` lists them, as a match of its source looks them up (nn/fuse/match.py) or as the
+names in the code tell (moe/convert/settings.py). `first_change` compares the list with what is
+there now, so it does not matter who made a change. One change is not seen: another dict that is
+assigned to an object's __dict__.
 
 Values are compared by identity. Numbers, texts, containers and partials are also equal where their
 classes and values are the same: True is not 1, and 0.0 is not -0.0.
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import BuiltinFunctionType, CellType, FunctionType, MappingProxyType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -54,26 +54,20 @@ class Reads(NamedTuple):
         functions: (function, __code__, __defaults__, __kwdefaults__) of those that ran.
         cells: (function that reads it, its name in an error, its content) of enclosing functions'
             variables. torch.compile can read a cell through a function alone.
-        keys: (owner, name, keys) of dicts of which all keys were visited.
+        keys: (module, or None for the module itself, names of all its submodules).
         called: (module, class, forward, __call__) of submodules that the forward calls, which have
             no hooks. The latter two are the class's.
-        lacking: (object, or None for the module itself, name) that hasattr denies.
-        attributes: (object, name, value): of classes, Python modules, partials and other objects.
-        of_class: names that were looked up in the module's own class.
-        mro: the classes of the module once it is converted, where it is an MLP (nn/fuse/mlp.py).
-        members: of the first of them, its __dict__.
+        attributes: (object, or None for the module itself, name, value), as getattr returns it.
+        mro: MLP and the classes behind it, where the module is an MLP (nn/fuse/mlp.py).
     """
 
     dicts: tuple[tuple[Any, str | None, tuple[tuple[Any, Any], ...], tuple[Any, ...]], ...] = ()
     functions: tuple[tuple[FunctionType, Any, Any, Any], ...] = ()
     cells: tuple[tuple[FunctionType, str, Any], ...] = ()
-    keys: tuple[tuple[Any, str | None, tuple[Any, ...]], ...] = ()
+    keys: tuple[tuple[Any, tuple[str, ...]], ...] = ()
     called: tuple[tuple[nn.Module, type, Any, Any], ...] = ()
-    lacking: tuple[tuple[Any, str], ...] = ()
     attributes: tuple[Entry, ...] = ()
-    of_class: tuple[str, ...] = ()
     mro: tuple[type, ...] = ()
-    members: Mapping[str, Any] = MappingProxyType({})
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return (type(None), ()) if any(self) else "NOTHING"
@@ -114,7 +108,6 @@ class Record:
         self.rows: dict[str, dict[Any, Any]] = {name: {} for name in Reads._fields}
         self.items: dict[Any, tuple[Place, dict[Any, Any]]] = {}  # of dicts, MISSING where absent
         self.members: dict[int, Mapping[str, Any]] = {}  # of classes, by id
-        self.places: dict[int, Place] = {}  # of submodules' dicts, by id
 
     def reads(self) -> Reads:
         """Returns what was read."""
@@ -133,15 +126,6 @@ class Record:
         """Returns how an object is recorded."""
         return None if value is self.module else value
 
-    def modules(self, module: nn.Module) -> dict[str, Any]:
-        """Returns the dict of a module's submodules, and knows it as the module's from now on."""
-        self.places[id(module._modules)] = (self.owner(module), "_modules")
-        return module._modules
-
-    def place(self, items: Mapping[Any, Any]) -> Place:
-        """Returns the place of a dict."""
-        return self.places.get(id(items), (items, None))
-
     def item(self, place: Place, key: Any, value: Any) -> Any:
         """Returns and records an item of a dict, MISSING where there is none."""
         items = self.items.setdefault((id(place[0]), place[1]), (place, {}))[1]
@@ -155,24 +139,17 @@ class Record:
         place = (value.__dict__, None) if is_dict else (self.owner(value), name)
         return self.item(place, key, found)
 
-    def keys(self, items: dict[Any, Any]) -> None:
-        """Records all keys of a dict."""
-        place = self.place(items)
-        self.rows["keys"].setdefault((id(place[0]), place[1]), (*place, tuple(items)))
+    def keys(self, module: nn.Module) -> None:
+        """Records the names of a module's submodules, in their order."""
+        self.rows["keys"].setdefault(id(module), (self.owner(module), tuple(module._modules)))
 
     def attribute(self, owner: Any, name: str, value: Any) -> None:
-        """Records an attribute of what needs no other record."""
-        row = (owner, name, self.copy(value))
+        """Records an attribute, as getattr returns it."""
+        row = (self.owner(owner), name, self.copy(value))
         self.rows["attributes"].setdefault((id(owner), name), row)
-
-    def lack(self, owner: Any, name: str) -> None:
-        """Records that an object has no attribute of this name, of any kind."""
-        self.rows["lacking"].setdefault((id(owner), name), (self.owner(owner), name))
 
     def member(self, cls: type, name: str) -> Any:
         """Returns and records a class's member as it or one of its bases has it, or MISSING."""
-        if cls is self.cls:
-            self.rows["of_class"][name] = name
         if not cls.__flags__ & IMMUTABLE:
             self.attribute(cls, "__mro__", cls.__mro__)
         for base in cls.__mro__:
@@ -281,7 +258,7 @@ def first_change(reads: Reads, module: nn.Module) -> tuple[Any, Any, Any, Any] |
     The owner is None for an entry of the module itself. A hook of a submodule that the forward
     calls is a change. Each forward asks, eager or compiled.
     """
-    dicts, functions, cells, all_keys, called, lacking, attributes, *_ = reads
+    dicts, functions, cells, all_keys, called, attributes, _ = reads
     for owner, place, items, absent in dicts:
         where = owner if place is None else getattr(module if owner is None else owner, place)
         for key, value in items:
@@ -300,10 +277,9 @@ def first_change(reads: Reads, module: nn.Module) -> tuple[Any, Any, Any, Any] |
     for read, name, value in cells:
         if (got := read()) is not value and differs(got, value):
             return None, name, value, got
-    for owner, place, keys in all_keys:
-        where = owner if place is None else getattr(module if owner is None else owner, place)
-        if tuple(where) != keys:
-            return owner, "keys", keys, tuple(where)
+    for owner, keys in all_keys:
+        if (names := tuple((module if owner is None else owner)._modules)) != keys:
+            return owner, "keys", keys, names
     for part, cls, forward, call in called:
         if type(part) is not cls:
             return part, "__class__", cls, type(part)
@@ -313,11 +289,9 @@ def first_change(reads: Reads, module: nn.Module) -> tuple[Any, Any, Any, Any] |
             return cls, "__call__", call, cls.__call__
         if has_hooks(part):
             return part, NO_HOOKS, MISSING, hook_of(part)
-    for owner, name in lacking:
-        if hasattr(module if owner is None else owner, name):
-            return owner, name, MISSING, getattr(module if owner is None else owner, name)
     for owner, name, value in attributes:
-        if (got := getattr(owner, name, MISSING)) is not value and differs(got, value):
+        got = getattr(module if owner is None else owner, name, MISSING)
+        if got is not value and differs(got, value):
             return owner, name, value, got
     return None
 

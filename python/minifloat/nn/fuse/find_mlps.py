@@ -1,14 +1,14 @@
-"""Modules that mf.quantize_ makes an MLP: those whose forward's graph is a feed-forward.
+"""Modules that mf.quantize_ makes an MLP: those whose forward is a feed-forward.
 
 A candidate has two or three converted layers whose shapes fit, no other parameters, and a forward
-of x alone. Its forward is traced (nn/fuse/trace.py), in both dtypes, training and evaluating. It is
-a feed-forward where the graph is
+that can take x alone. The source of its forward is matched (nn/fuse/match.py). It is a feed-forward
+where it computes
 
     down(act(gate(x)) * up(x))    or    down(act(up(x)))
 
-and nothing else: so no list of classes is needed. What the trace has read is kept, and compared in
-each forward (nn/convert/reads.py): where a setting, a submodule or code has changed since, the
-module runs its own forward.
+and nothing else: so no list of classes is needed. What the match has looked up is kept, and
+compared in each forward (nn/convert/reads.py): where a setting, a submodule or code has changed
+since, the module runs its own forward.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import nn
 from ...spec import Spec
 from ..linear import Linear
 from ..names import clean_name
-from .mlp import MLP, mlp_class, restore_mlp, trace_mlp
+from .mlp import MLP, match_mlp, mlp_class, restore_mlp
 
 
 def convert_mlps(
@@ -44,7 +44,7 @@ def convert_mlps(
         if found is None or not (all_classes or isinstance(parent, MLP)):
             continue
         try:
-            parts, reads = trace_mlp(parent, found)
+            parts, reads = match_mlp(parent, found)
             require_one_op(list(found.values()))
         except ValueError as error:
             not_fused.append((clean_name(name), str(error)))

@@ -27,7 +27,7 @@ from ...tensor.quantized_tensor import QuantizedTensor
 from ..accumulation import weight_sums
 from ..convert.reads import NOTHING, Reads, first_change, has_hooks, hook_of
 from ..linear import Linear, parameter_of, rebased, weight_operands
-from .trace import trace
+from .match import match_forward
 
 if TYPE_CHECKING:
     from typing import TypeGuard
@@ -92,9 +92,8 @@ class MLP(nn.Module):
     """
 
     mlp_parts: Parts | None = None
-    mlp_reads: Reads | None = None  # of the trace; None: the layers are called one by one
+    mlp_reads: Reads | None = None  # of the match; None: the layers are called one by one
     class_before: type[nn.Module] | None = None  # of a module that convert_mlps has made one
-    class_size = 0  # how many members its class has then
 
     def __init__(
         self,
@@ -135,8 +134,8 @@ class MLP(nn.Module):
         return self.down(activation(h) if parts.gate is None else activation(self.gate(x)) * h)
 
 
-def trace_mlp(module: nn.Module, layers: dict[str, Linear]) -> tuple[Parts, Reads]:
-    """Returns the parts of a module's feed-forward, and what its forward reads.
+def match_mlp(module: nn.Module, layers: dict[str, Linear]) -> tuple[Parts, Reads]:
+    """Returns the parts of a module's feed-forward, and what its forward looks up.
 
     Raises:
         ValueError: the module is none.
@@ -150,12 +149,11 @@ def trace_mlp(module: nn.Module, layers: dict[str, Linear]) -> tuple[Parts, Read
         if set(parts.layers) != set(layers):
             raise ValueError(f"its linear layers are not {', '.join(parts.layers)}")
         return parts, NOTHING
-    graph, reads = trace(module, before, layers, VALUE_DTYPES)
-    gate = graph.layers[0] if len(graph.layers) == 3 else None
-    up, down = graph.layers[-2:]
-    made = mlp_class(before)
-    reads = reads._replace(mro=made.__mro__, members=made.__dict__)
-    return Parts(gate, up, down, graph.activation), reads
+    activation, names, reads = match_forward(module, before, layers)
+    made = mlp_class(before).__mro__
+    reads = reads._replace(mro=made[made.index(MLP) :])
+    gate = names[0] if len(names) == 3 else None
+    return Parts(gate, names[-2], names[-1], activation), reads
 
 
 # ---- modules of other classes --------------------------------------------------------------------
@@ -183,7 +181,7 @@ def mlp_class(before: type) -> type[MLP]:
             return
         layers = {n: m for n in parts.layers if is_layer(m := self._modules.get(n))}
         try:
-            found, reads = trace_mlp(self, layers)
+            found, reads = match_mlp(self, layers)
         except Exception:  # of a cycle of references, whose other objects have no state yet
             return
         if found == parts._replace(recipe=""):
@@ -193,12 +191,9 @@ def mlp_class(before: type) -> type[MLP]:
         members = {n: getattr(before, n) for n in ("__module__", "__qualname__", "__doc__")}
         members |= {"__init__": before.__init__, "__reduce_ex__": reduce}  # type: ignore[misc]
         members |= {"_layer_by_layer": layer_by_layer, "class_before": before}
-        members |= {"__setstate__": setstate, "class_size": 0}
-        members |= {"__annotations__": {}}  # which Python would add when it is read
+        members |= {"__setstate__": setstate}
         bases = (MLP, before)
-        made = types.new_class(before.__name__, bases, {}, lambda d: d.update(members))
-        made.class_size = len(made.__dict__)  # type: ignore[attr-defined]
-        CLASSES[before] = made
+        CLASSES[before] = types.new_class(before.__name__, bases, {}, lambda d: d.update(members))
     return CLASSES[before]
 
 
@@ -245,19 +240,18 @@ def can_be_one_op(module: MLP, x: Any) -> bool:
         or torch_module._global_backward_pre_hooks
     ):
         return False
-    cls = type(module)
-    is_as_made = cls.__mro__ is reads.mro and len(cls.__dict__) == cls.class_size
-    if not (is_as_made or finds_in_class(cls, reads)):
+    mro = type(module).__mro__
+    if mro[len(mro) - len(reads.mro) :] != reads.mro:
         return False
     if first_change(reads, module) is not None:
         return False
-    if torch.compiler.is_compiling():
-        guard_attributes(module, parts, reads)
-    modules, first = module._modules, None
+    first = None
     for name in parts.layers:
-        layer = modules.get(name)
+        layer = getattr(module, name, None)
         if not is_layer(layer) or layer.recipe.text != parts.recipe or has_hooks(layer):
             return False
+        if torch.compiler.is_compiling():
+            _ = layer.forward  # which is guarded then, as a read of __dict__ is not
         weight, bias = parameter_of(layer, "weight"), parameter_of(layer, "bias")
         are_codes = type(weight) not in TENSORS
         if are_codes and not isinstance(weight, QuantizedTensor):
@@ -271,29 +265,6 @@ def can_be_one_op(module: MLP, x: Any) -> bool:
             return False
         first = of_layer
     return True
-
-
-def finds_in_class(cls: type[MLP], reads: Reads) -> bool:
-    """Tells whether a module of a class finds what was read of the class that it had before.
-
-    Not where a class in front of that one has a member that was read: the converted module's class,
-    or one that is derived from it later, unlike the one that fully_shard derives.
-    """
-    mro, later = cls.__mro__, len(cls.__mro__) - len(reads.mro)
-    in_front = [base.__dict__ for base in mro[: later + 1]]
-    is_read = any([name in members for members in in_front for name in reads.of_class])
-    return mro[later:] == reads.mro and not is_read
-
-
-def guard_attributes(module: MLP, parts: Parts, reads: Reads) -> None:
-    """Reads attributes in compiled code, which is guarded then, as reads of __dict__ are not."""
-    for owner, place, _, absent in reads.dicts:
-        if owner is None and place == "__dict__":
-            for name in absent:
-                getattr(module, name, None)
-    _ = [name in reads.members for name in reads.of_class]
-    for name in parts.layers:
-        _ = module._modules[name].forward  # type: ignore[union-attr]
 
 
 def is_layer(layer: Any) -> TypeGuard[Linear]:
