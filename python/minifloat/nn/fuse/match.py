@@ -95,6 +95,7 @@ class Match:
         self.record.attribute(cls, "forward", function)
         self.record.function(function)
         if function is nn.Sequential.forward and cls.__iter__ is nn.Sequential.__iter__:
+            self.record.attribute(cls, "__iter__", cls.__iter__)
             self.record.keys(module)
             for name, child in module._modules.items():
                 if not self.is_layer(module, name):

@@ -143,6 +143,8 @@ def match_mlp(module: nn.Module, layers: dict[str, Linear]) -> tuple[Parts, Read
     for name, layer in layers.items():
         if hook := hook_of(layer):
             raise ValueError(f"{name} has a {hook}")
+    if len({*layers.values()}) < len(layers):
+        raise ValueError("one of its layers has two names")
     before = module.class_before if isinstance(module, MLP) else type(module)
     if before is None:  # built as an MLP, whose parts are what it computes
         parts = cast(Parts, module.mlp_parts)

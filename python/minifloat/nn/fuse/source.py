@@ -26,8 +26,8 @@ def tree_of(code: CodeType) -> ast.FunctionDef | None:
         return None
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == code.co_name:
-            first = min(part.lineno for part in (node, *node.decorator_list))
-            if first == code.co_firstlineno:
+            first = [node.lineno, *(decorator.lineno for decorator in node.decorator_list)]
+            if min(first) == code.co_firstlineno:
                 return node
     return None
 
