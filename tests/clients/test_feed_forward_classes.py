@@ -51,8 +51,7 @@ def test_a_class_of_transformers(name):
 # out because of which text.
 RELU = "F.relu(input, inplace=self.inplace) of "
 OF_DROPOUT = (
-    "its forward drops with p={}, by "
-OF_DROPOUT += "F.dropout(input, self.p, self.training, self.inplace) of "
+    "its forward drops with p={}, by F.dropout(input, self.p, self.training, self.inplace) of "
 )
 DROPS = "its forward drops with p=0.1, by nn.functional.dropout("
 EVERY = {

@@ -92,7 +92,8 @@ class Match:
             raise ValueError(f"the forward{of} is no Python function")
         if depth > DEPTH:
             raise ValueError(f"its forward calls {path}, deeper than {DEPTH} submodules")
-        self.record.attribute(cls, "forward", function)
+        if not path:  # a submodule's is recorded by its call
+            self.record.attribute(cls, "forward", function)
         self.record.function(function)
         if function is nn.Sequential.forward and cls.__iter__ is nn.Sequential.__iter__:
             self.record.attribute(cls, "__iter__", cls.__iter__)

@@ -4,7 +4,7 @@ The op casts the hidden tensor as it computes it, and saves none for backward. M
 do modules that mf.quantize_(…, fuse=True) has converted to a class derived from MLP in place
 (nn/fuse/find_mlps.py): object, parameters, hooks and state-dict keys stay.
 
-Where the op would not compute what the layers do, forward calls them one by one; `can_be_one_op`
+Where the op would not compute what the layers do, forward calls them one by one; `op_layers`
 lists these cases. The bits differ by the activation alone, which the op rounds once. The forward
 of a converted module's own class is called then: so it computes what that class says now.
 """
@@ -123,8 +123,9 @@ class MLP(nn.Module):
 
         A converted module passes other arguments on to its own forward.
         """
-        if len(args) == 1 and not kwargs and can_be_one_op(self, args[0]):
-            return one_op(self, args[0])
+        layers = op_layers(self, args[0]) if len(args) == 1 and not kwargs else None
+        if layers is not None:
+            return one_op(self, args[0], layers)
         return self._layer_by_layer(*args, **kwargs)
 
     def _layer_by_layer(self, x: Tensor) -> Tensor:
@@ -217,56 +218,58 @@ def restore_mlp(module: MLP) -> None:
 # ---- the op --------------------------------------------------------------------------------------
 
 
-def can_be_one_op(module: MLP, x: Any) -> bool:
-    """Tells whether the op computes what the module's layers do of this input.
+def op_layers(module: MLP, x: Any) -> list[Linear] | None:
+    """Returns the layers where the op computes what they do of this input, in its order; else None.
 
-    Not where they are converted under other recipes, or replaced; where what the module's own
+    None where they are converted under other recipes, or replaced; where what the module's own
     forward reads has changed; where hooks see what its parts return; where a weight is a DTensor,
     or one is codes and another is not; under autocast; of meta and nested tensors; and where dtypes
     or devices differ.
     """
     parts, reads = module.mlp_parts, module.mlp_reads
     if parts is None or reads is None or not parts.recipe:
-        return False
+        return None
     if type(x) not in TENSORS or (dtype := x.dtype) not in VALUE_DTYPES:
-        return False
+        return None
     device = x.device
     if x.is_nested or x.layout is not torch.strided or device.type == "meta":
-        return False
+        return None
     if torch.is_autocast_enabled(device.type):
-        return False
+        return None
     if (
         torch_module._global_forward_hooks
         or torch_module._global_forward_pre_hooks
         or torch_module._global_backward_hooks
         or torch_module._global_backward_pre_hooks
     ):
-        return False
+        return None
     mro = type(module).__mro__
     if mro[len(mro) - len(reads.mro) :] != reads.mro:
-        return False
+        return None
     if first_change(reads, module) is not None:
-        return False
+        return None
     first = None
+    found: list[Linear] = []
     for name in parts.layers:
         layer = getattr(module, name, None)
         if not is_layer(layer) or layer.recipe.text != parts.recipe or has_hooks(layer):
-            return False
+            return None
         if torch.compiler.is_compiling():
             _ = layer.forward  # which is guarded then, as a read of __dict__ is not
         weight, bias = parameter_of(layer, "weight"), parameter_of(layer, "bias")
         are_codes = type(weight) not in TENSORS
         if are_codes and not isinstance(weight, QuantizedTensor):
-            return False
+            return None
         if weight.dtype is not dtype or weight.device != device:
-            return False
+            return None
         if bias is not None and (type(bias) not in TENSORS or bias.dtype != dtype):
-            return False
+            return None
         of_layer = layer.accumulate, are_codes
         if first is not None and first != of_layer:
-            return False
+            return None
         first = of_layer
-    return True
+        found.append(layer)
+    return found
 
 
 def is_layer(layer: Any) -> TypeGuard[Linear]:
@@ -281,10 +284,9 @@ def is_layer(layer: Any) -> TypeGuard[Linear]:
     return "forward" not in layer.__dict__
 
 
-def one_op(module: MLP, x: Tensor) -> Tensor:
+def one_op(module: MLP, x: Tensor, layers: list[Linear]) -> Tensor:
     """Computes the feed-forward by the op."""
     parts = cast(Parts, module.mlp_parts)
-    layers: list[Linear] = [getattr(module, name) for name in parts.layers]
     sums = sums_of(layers)
     states = [layer.op_state(layer.weight.device) for layer in layers]
     rng = [state["rng"] for state in states if "rng" in state]
