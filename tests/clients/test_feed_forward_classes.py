@@ -47,8 +47,8 @@ def test_a_class_of_transformers(name):
         require_right(module, KNOWN[name])
 
 
-# Of the classes of the transformers of requirements.lock: how many are one op, and how many are left
-# out because of which text.
+# Of the classes of the transformers in requirements.lock: how many are one op, and how many are
+# left out because of which text.
 RELU = "F.relu(input, inplace=self.inplace) of "
 OF_DROPOUT = (
     "its forward drops with p={}, by F.dropout(input, self.p, self.training, self.inplace) of "
