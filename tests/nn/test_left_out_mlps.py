@@ -261,6 +261,15 @@ class OwnGetattr(nn.SiLU):
         return super().__getattr__(name)
 
 
+class ByPosition(nn.Module):
+    def forward(self, x):
+        return F.gelu(x, "tanh")  # which torch refuses
+
+
+def of_another_keyword():
+    return functools.partial(F.gelu, other=1)
+
+
 def calls_itself():
     part = CallsItself()
     part.__dict__["again"] = part
@@ -278,6 +287,8 @@ ACTS = {
     calls_itself: "deeper than 8 submodules",
     OwnCall: "its forward calls act, which has a call or forward of its own",
     has_a_forward: "its forward calls act, which has a call or forward of its own",
+    ByPosition: NO_PART.format("F.gelu(x, 'tanh') of act"),
+    of_another_keyword: NO_PART.format("module.act(module.w1(x))"),
     OwnGetattr: "its forward reads inplace of act, which code computes",
 }
 

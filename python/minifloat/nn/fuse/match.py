@@ -234,7 +234,8 @@ class Body:
             self.match.record.function(function)
         names: tuple[str, ...] = FUNCTIONS[function]
         given = [*zip(names, node.args[1:]), *((k.arg, k.value) for k in node.keywords)]
-        if len(node.args) - 1 > len(names) or not {name for name, _ in given} <= {*names}:
+        places = 0 if function is GELU else len(names)  # of parameters that have one
+        if len(node.args) - 1 > places or not {*options, *(name for name, _ in given)} <= {*names}:
             self.refuse(node)
         options |= {name: self.option(name, value, node) for name, value in given}
         x = self.term(node.args[0])
