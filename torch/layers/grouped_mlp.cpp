@@ -23,7 +23,7 @@
 
 #include "layers/double_backward.h"
 #include "layers/grouped_mlp.h"
-#include "layers/read_again.h"
+#include "layers/layer_state.h"
 #include "ops/bridge.h"
 #include "ops/experts.h"
 #include "ops/op.h"
@@ -56,49 +56,35 @@ Tensor forward_pass(const Experts& experts, const ExpertTensors& t, const MaybeT
   return experts.sums ? add_slots(rows, t.order.places, base) : rows;
 }
 
-struct GroupedMlpFunction : torch::autograd::Function<GroupedMlpFunction> {
-  // x, weights, matrices, biases: those of t
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weights,
-                        at::TensorList matrices, at::TensorList biases, const MaybeTensor& base,
-                        const Experts& experts, const ExpertTensors& t, const ExpertNeeds& needs) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    ExpertResults found;
-    Tensor y = forward_pass(experts, t, base, /*keeps_amaxes=*/true, found);
-    variable_list saved = {
-        x, weights, t.order.pairs, t.order.places, t.order.offs, t.order.row_ids};
-    for (const at::TensorList list :
-         {matrices, biases, at::TensorList(t.codes), at::TensorList(found.products),
-          at::TensorList(found.amaxes.matrices)})
-      saved.insert(saved.end(), list.begin(), list.end());
-    saved.insert(saved.end(), {found.amaxes.rows, found.amaxes.hidden});
-    ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["state"] =
-        c10::IValue::make_capsule(c10::make_intrusive<Capsule>(experts, needs, t.codes.size()));
-    return y;
+// Returns what backward reads: the tensors of the call and the results, as GroupedMlpState::gradients
+// takes them apart.
+variable_list tensors_to_save(const ExpertTensors& t, const ExpertResults& found) {
+  variable_list saved = {t.x,          t.weights,      t.order.pairs, t.order.places,
+                         t.order.offs, t.order.row_ids};
+  for (const variable_list* list :
+       {&t.matrices, &t.biases, &t.codes, &found.products, &found.amaxes.matrices})
+    saved.insert(saved.end(), list->begin(), list->end());
+  saved.insert(saved.end(), {found.amaxes.rows, found.amaxes.hidden});
+  return saved;
+}
+
+// What backward reads besides tensors, and the backward pass.
+struct GroupedMlpState : LayerState {
+  GroupedMlpState(const Experts& of, ExpertNeeds needed, std::size_t tensors_of_codes, bool base)
+      : LayerState(kGroupedMlp, *of.products.back().recipe),
+        experts(of),
+        needs(std::move(needed)),
+        codes(tensors_of_codes),
+        has_base(base) {
+    for (const ExpertProduct& product : experts.products) {
+      add_rng(product.rng);
+      add_histories(product.history);
+      add_weight_operands(product.weight_operands);
+    }
   }
 
-  // What backward reads besides tensors, in a capsule: the context stores no structs.
-  struct Capsule : torch::CustomClassHolder {
-    Capsule(Experts e, ExpertNeeds n, std::size_t c)
-        : experts(std::move(e)), needs(std::move(n)), codes(c) {
-      for (const ExpertProduct& product : experts.products) {
-        again.add_rng(product.rng);
-        again.add_histories(product.history);
-        again.add_weight_operands(product.weight_operands);
-      }
-    }
-    Experts experts;
-    ReadAgain again;
-    ExpertNeeds needs;
-    std::size_t codes;  // tensors of x's codes
-  };
-
-  // Returns the gradients of x, weights, matrices, biases, base, and of three that have none.
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto capsule = ctx->saved_data["state"].toCapsule();
-    const auto& state = *static_cast<const Capsule*>(capsule.get());
-    const ExpertNeeds& needs = state.needs;
-    const variable_list saved = state.again.saved_tensors(kGroupedMlp, *ctx, grads);
+  // Returns the gradients of x, weights, matrices, biases and the base, where there is one.
+  variable_list gradients(const variable_list& saved, const variable_list& grads) const override {
     const std::size_t count = needs.matrices.size(), biases = needs.biases.size();
     auto next = saved.begin() + 6;
     const auto take = [&](std::size_t n) {
@@ -107,40 +93,25 @@ struct GroupedMlpFunction : torch::autograd::Function<GroupedMlpFunction> {
       return variable_list(begin, next);
     };
     const ExpertTensors t = {saved[0],    saved[1],     {saved[2], saved[3], saved[4], saved[5]},
-                             take(count), take(biases), take(state.codes)};
+                             take(count), take(biases), take(codes)};
     ExpertResults found = {take(count - 1), {{}, {}, take(count)}};
     found.amaxes.rows = next[0];
     found.amaxes.hidden = next[1];
-    variable_list out(2);
-    {
-      const at::AutoDispatchBelowADInplaceOrView below;
-      const at::AutoGradMode no_grad(false);
-      if (!grads[0].defined()) return variable_list(2 + count + biases + 4);
-      ExpertGradients d = backward_rows(state.experts, t, found, grads[0], needs);
-      out = {std::move(d.x), std::move(d.weights)};
-      for (variable_list* list : {&d.matrices, &d.biases})
-        out.insert(out.end(), list->begin(), list->end());
-      out.push_back(needs.base ? to_dtype(grads[0], at::kFloat) : Tensor());
-    }
-    out.resize(out.size() + 3);
-    if (!at::GradMode::is_enabled()) return out;
-    const auto node = torch::autograd::get_current_node();
-    return refuse_double_backward(kGroupedMlp, state.experts.products.back().recipe->text, *node,
-                                  grads, std::move(out));
+    const at::AutoGradMode no_grad(false);
+    if (!grads[0].defined()) return variable_list(2 + count + biases + (has_base ? 1 : 0));
+    ExpertGradients d = backward_rows(experts, t, found, grads[0], needs);
+    variable_list out = {std::move(d.x), std::move(d.weights)};
+    for (const variable_list* list : {&d.matrices, &d.biases})
+      out.insert(out.end(), list->begin(), list->end());
+    if (has_base) out.push_back(needs.base ? to_dtype(grads[0], at::kFloat) : Tensor());
+    return out;
   }
+
+  Experts experts;
+  ExpertNeeds needs;
+  std::size_t codes;  // tensors of x's codes
+  bool has_base;
 };
-
-}  // namespace
-}  // namespace minifloat
-
-template <>
-void torch::autograd::CppNode<minifloat::GroupedMlpFunction>::compiled_args(
-    torch::dynamo::autograd::CompiledNodeArgs&) const {
-  minifloat::torch_ops::refuse_compiled_autograd(minifloat::torch_ops::kGroupedMlp);
-}
-
-namespace minifloat {
-namespace {
 
 // ---- Differentiable ops -------------------------------------------------------------------------
 // A tensor that is whole on each rank; its gradient is the sum of the ranks' gradients.
@@ -394,8 +365,18 @@ Tensor grouped_mlp_kernel(const Tensor& x, const Tensor& weights, at::TensorList
     ExpertResults found;
     return forward_pass(experts, t, base, /*keeps_amaxes=*/false, found);
   }
-  return GroupedMlpFunction::apply(x, weights, matrices, at::TensorList(t.biases), base, experts, t,
-                                   needs);
+  variable_list inputs = {x, weights};
+  for (const variable_list* list : {&t.matrices, &t.biases})
+    inputs.insert(inputs.end(), list->begin(), list->end());
+  if (base) inputs.push_back(*base);
+  const auto forward = [&]() -> ForwardResult {
+    ExpertResults found;
+    Tensor y = forward_pass(experts, t, base, /*keeps_amaxes=*/true, found);
+    return {{std::move(y)},
+            tensors_to_save(t, found),
+            c10::make_intrusive<GroupedMlpState>(experts, needs, t.codes.size(), base.has_value())};
+  };
+  return differentiate(inputs, forward).front();
 }
 
 }  // namespace

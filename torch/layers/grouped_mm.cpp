@@ -12,13 +12,11 @@
 // does (grouped_mlp.cpp).
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <torch/csrc/autograd/custom_function.h>
 
-#include "layers/double_backward.h"
 #include "layers/expert_weights.h"
 #include "layers/grouped_call.h"
+#include "layers/layer_state.h"
 #include "layers/operands.h"
-#include "layers/read_again.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/op.h"
@@ -28,8 +26,7 @@ namespace minifloat {
 namespace {
 
 using namespace torch_ops;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+using variable_list = std::vector<Tensor>;
 
 std::optional<Tensor> only(at::TensorList list) {
   return list.empty() ? std::nullopt : std::optional(list[0]);
@@ -40,7 +37,7 @@ struct GroupedNeeds {
   bool da, db, dbias;
 };
 
-// Values that backward reads besides the saved tensors; the context holds them.
+// Values that backward reads besides the saved tensors.
 struct GroupedState {
   const PreparedRecipe& recipe;
   at::ScalarType a_dtype, b_dtype, bias_dtype;
@@ -49,7 +46,6 @@ struct GroupedState {
   SymInt rows, n;
   GroupedNeeds needs;
   variable_list history, rng;
-  ReadAgain again = {};
   std::optional<Tensor> grad_rows_from = {};
   std::optional<Sharding> sharding = {};
 };
@@ -288,42 +284,16 @@ class GradientOfGroups {
   Tensor bias_;
 };
 
-struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
-  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, at::TensorList bias,
-                        const Tensor& offs, const GroupedCall& call, const GroupedNeeds& needs) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    variable_list saved;
-    Tensor y = operands_and_product(a, b, offs, call, needs, &saved);
-    ctx->save_for_backward(std::move(saved));
-    GroupedState state = backward_state(a, b, bias, call, needs);
-    state.again.add_rng(call.rng);
-    state.again.add_histories(call.history);
-    ctx->saved_data["state"] =
-        c10::IValue::make_capsule(c10::make_intrusive<Capsule>(std::move(state)));
-    return y;
+struct SavedGroups : LayerState {
+  explicit SavedGroups(GroupedState of) : LayerState(kGroupedMm, of.recipe), s(std::move(of)) {
+    add_rng(s.rng);
+    add_histories(s.history);
   }
 
-  // The context stores no structs.
-  struct Capsule : torch::CustomClassHolder {
-    explicit Capsule(GroupedState s) : value(std::move(s)) {}
-    GroupedState value;
-  };
-
-  // Returns the gradients of a, b, bias (a list), offs, call, needs.
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto capsule = ctx->saved_data["state"].toCapsule();
-    const GroupedState& s = static_cast<const Capsule*>(capsule.get())->value;
-    const variable_list saved = s.again.saved_tensors(kGroupedMm, *ctx, grads);
-    variable_list gradients = first_derivatives(s, saved, grads[0]);
-    if (!at::GradMode::is_enabled()) return gradients;
-    const auto node = torch::autograd::get_current_node();
-    return refuse_double_backward(kGroupedMm, s.recipe.text, *node, grads, std::move(gradients));
-  }
-
-  static variable_list first_derivatives(const GroupedState& s, const variable_list& saved,
-                                         const Tensor& grad) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    variable_list out(s.has_bias ? 6 : 5);
+  // Returns the gradients of a, b and the bias, where there is one.
+  variable_list gradients(const variable_list& saved, const variable_list& grads) const override {
+    variable_list out(s.has_bias ? 3 : 2);
+    const Tensor& grad = grads[0];
     if (!grad.defined()) return out;
     const PreparedRecipe& recipe = s.recipe;
     const Tensor &table = saved[6], &row_ids = saved[7];
@@ -348,18 +318,12 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
     if (s.needs.dbias) out[2] = g.of_bias();
     return out;
   }
+
+  GroupedState s;
 };
 
 }  // namespace
-}  // namespace minifloat
 
-template <>
-void torch::autograd::CppNode<minifloat::GroupedFunction>::compiled_args(
-    torch::dynamo::autograd::CompiledNodeArgs&) const {
-  minifloat::torch_ops::refuse_compiled_autograd(minifloat::torch_ops::kGroupedMm);
-}
-
-namespace minifloat {
 namespace torch_ops {
 
 Tensor multiply_groups(const Tensor& a, const Tensor& b, const Tensor& offs,
@@ -375,7 +339,16 @@ Tensor multiply_groups(const Tensor& a, const Tensor& b, const Tensor& offs,
     const at::AutoDispatchBelowADInplaceOrView below;
     return operands_and_product(a, b, offs, call, needs, nullptr);
   }
-  return GroupedFunction::apply(a, b, call.bias, offs, call, needs);
+  variable_list inputs = {a, b};
+  inputs.insert(inputs.end(), call.bias.begin(), call.bias.end());
+  const auto forward = [&]() -> ForwardResult {
+    variable_list saved;
+    Tensor y = operands_and_product(a, b, offs, call, needs, &saved);
+    return {{std::move(y)},
+            std::move(saved),
+            c10::make_intrusive<SavedGroups>(backward_state(a, b, call.bias, call, needs))};
+  };
+  return differentiate(inputs, forward).front();
 }
 
 bool takes_gradient_amaxes(const PreparedRecipe& recipe) {

@@ -13,10 +13,8 @@
 // gradient, or a scale is that of a whole tensor: then one pass writes the values and finds their
 // amaxes, and the casts read them. Every byte equals that of `linear`, `activation` and `linear`.
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "layers/double_backward.h"
 #include "layers/layer_call.h"
 #include "layers/mlp.h"
 #include "ops/bridge.h"
@@ -26,8 +24,7 @@ namespace minifloat {
 namespace {
 
 using namespace torch_ops;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
+using variable_list = std::vector<Tensor>;
 
 // Both layers of an MLP: the weights that read x, and the one that reads h.
 struct Mlp {
@@ -37,7 +34,7 @@ struct Mlp {
   bool is_gated() const { return inputs.weights.size() == 2; }
 };
 
-// Runs the forward pass. saved: what mlp_gradients reads; null where no gradient is needed
+// Runs the forward pass. saved: what MlpState::gradients reads; null where no gradient is needed
 Tensor forward_pass(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepared,
                     const MlpNeeds& needs, variable_list* saved) {
   PendingAmaxes pending;
@@ -74,66 +71,6 @@ Tensor forward_pass(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepa
   record(pending);
   return as_output(std::move(y), x, nullptr);
 }
-
-struct MlpFunction : torch::autograd::Function<MlpFunction> {
-  // weights, biases: of all layers, as inputs of this function that `mlp` refers to
-  static Tensor forward(AutogradContext* ctx, const Tensor& x, at::TensorList weights,
-                        at::TensorList biases, const Mlp& mlp, const PreparedRecipe& recipe,
-                        const MlpNeeds& needs) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    variable_list saved;
-    Tensor y = forward_pass(x, mlp, recipe, needs, &saved);
-    ctx->save_for_backward(std::move(saved));
-    MlpState state = {.inputs = LayersState(mlp.inputs, recipe, x.scalar_type()),
-                      .output = LayersState(mlp.output, recipe, x.scalar_type()),
-                      .again = {},
-                      .activation = mlp.activation,
-                      .x_shape = x.sym_sizes().vec(),
-                      .needs = needs};
-    for (const Layers* layers : {&mlp.inputs, &mlp.output}) {
-      state.again.add_rng(layers->rng);
-      state.again.add_histories(layers->histories);
-    }
-    ctx->saved_data["state"] =
-        c10::IValue::make_capsule(c10::make_intrusive<Capsule>(std::move(state)));
-    ctx->saved_data["inputs"] = static_cast<std::int64_t>(weights.size() + biases.size());
-    return y;
-  }
-
-  // The state that `backward` reads, in a capsule: the context stores no structs.
-  struct Capsule : torch::CustomClassHolder {
-    explicit Capsule(MlpState r) : value(std::move(r)) {}
-    MlpState value;
-  };
-
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto capsule = ctx->saved_data["state"].toCapsule();
-    const MlpState& r = static_cast<const Capsule*>(capsule.get())->value;
-    const variable_list saved = r.again.saved_tensors(kMlp, *ctx, grads);
-    const auto inputs = static_cast<std::size_t>(ctx->saved_data["inputs"].toInt());
-    variable_list gradients(1 + inputs);
-    if (grads[0].defined()) {
-      const at::AutoDispatchBelowADInplaceOrView below;
-      gradients = mlp_gradients(r, saved, grads[0]);
-    }
-    gradients.resize(1 + inputs + 3);  // mlp, recipe and needs have none
-    if (!at::GradMode::is_enabled()) return gradients;
-    const auto node = torch::autograd::get_current_node();
-    return refuse_double_backward(kMlp, r.inputs.recipe.text, *node, grads, std::move(gradients));
-  }
-};
-
-}  // namespace
-}  // namespace minifloat
-
-template <>
-void torch::autograd::CppNode<minifloat::MlpFunction>::compiled_args(
-    torch::dynamo::autograd::CompiledNodeArgs&) const {
-  minifloat::torch_ops::refuse_compiled_autograd(minifloat::torch_ops::kMlp);
-}
-
-namespace minifloat {
-namespace {
 
 // Requires weights (I, K), (I, K) and (N, I), or (I, K) and (N, I), and an activation.
 void check_mlp(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepared) {
@@ -184,8 +121,18 @@ Tensor mlp_kernel(const LayerCall& call) {
   const MlpNeeds needs = {of_inputs, Needs(of_inputs.any(), mlp.output)};
   if (!of_inputs.any() && !needs.output.any())
     return forward_pass(x, mlp, prepared, needs, nullptr);
-  return MlpFunction::apply(x, at::TensorList(call.weights), at::TensorList(call.biases), mlp,
-                            prepared, needs);
+  variable_list differentiable = {x};
+  for (const variable_list* list : {&call.weights, &call.biases})
+    differentiable.insert(differentiable.end(), list->begin(), list->end());
+  const auto forward = [&]() -> ForwardResult {
+    variable_list saved;
+    Tensor y = forward_pass(x, mlp, prepared, needs, &saved);
+    return {
+        {std::move(y)},
+        std::move(saved),
+        c10::make_intrusive<MlpState>(x, mlp.inputs, mlp.output, prepared, mlp.activation, needs)};
+  };
+  return differentiate(differentiable, forward).front();
 }
 
 }  // namespace

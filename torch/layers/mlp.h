@@ -7,8 +7,8 @@
 #include <string>
 #include <vector>
 
+#include "layers/layer_state.h"
 #include "layers/passes.h"
-#include "layers/read_again.h"
 #include "ops/activation.h"
 
 namespace minifloat::torch_ops {
@@ -41,19 +41,20 @@ bool saves_h(const PreparedRecipe& prepared);
 // found. Forward saves a copy: the amax itself shares its memory with the codes.
 bool has_amax_of_h(const PreparedRecipe& prepared);
 
-// Values that backward reads besides the saved tensors; the context holds them.
-struct MlpState {
+// Values that backward reads besides the saved tensors: x columnwise and the first weights, h
+// columnwise and the last weight, three tensors an operand; then gate and up.
+struct MlpState : LayerState {
+  MlpState(const Tensor& x, const Layers& of_inputs, const Layers& of_output,
+           const PreparedRecipe& recipe, std::string of, const MlpNeeds& needed);
+
+  // Returns the gradients of x, of the weights and of the biases.
+  std::vector<Tensor> gradients(const std::vector<Tensor>& saved,
+                                const std::vector<Tensor>& grads) const override;
+
   LayersState inputs, output;
-  ReadAgain again;
   std::string activation;
   std::vector<SymInt> x_shape;
   MlpNeeds needs;
 };
-
-// Returns the gradients of x, of the weights and of the biases, in that order; undefined where
-// there is none.   saved: x columnwise and the first weights, h columnwise and the last weight,
-// three tensors an operand; then gate and up
-std::vector<Tensor> mlp_gradients(const MlpState& state, const std::vector<Tensor>& saved,
-                                  const Tensor& dy);
 
 }  // namespace minifloat::torch_ops

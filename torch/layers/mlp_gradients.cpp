@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <utility>
 
 namespace minifloat::torch_ops {
 namespace {
@@ -222,9 +223,25 @@ bool has_amax_of_h(const PreparedRecipe& prepared) {
   return has_amax_of_values(prepared.specs[kFpropX]) && has_amax_of_values(prepared.specs[kWgradX]);
 }
 
-std::vector<Tensor> mlp_gradients(const MlpState& state, const std::vector<Tensor>& saved,
-                                  const Tensor& dy) {
-  return Backward(state, saved, dy).gradients();
+MlpState::MlpState(const Tensor& x, const Layers& of_inputs, const Layers& of_output,
+                   const PreparedRecipe& recipe, std::string of, const MlpNeeds& needed)
+    : LayerState(kMlp, recipe),
+      inputs(of_inputs, recipe, x.scalar_type()),
+      output(of_output, recipe, x.scalar_type()),
+      activation(std::move(of)),
+      x_shape(x.sym_sizes().vec()),
+      needs(needed) {
+  for (const Layers* layers : {&of_inputs, &of_output}) {
+    add_rng(layers->rng);
+    add_histories(layers->histories);
+  }
+}
+
+std::vector<Tensor> MlpState::gradients(const std::vector<Tensor>& saved,
+                                        const std::vector<Tensor>& grads) const {
+  if (grads[0].defined()) return Backward(*this, saved, grads[0]).gradients();
+  return std::vector<Tensor>(2 + inputs.features.size() + inputs.bias_dtypes.size() +
+                             output.bias_dtypes.size());
 }
 
 }  // namespace minifloat::torch_ops

@@ -64,7 +64,7 @@ EightTensors quantize_real(const Tensor& x, const std::string& row, const std::s
                            const QuantizeOptions& options) {
   const Tensor& history = options.history->history;
   bridge::check_memory(kQuantizeDelayed, "amax_history", history);
-  // The history keeps its version: no cast reads current amaxes (layers/read_again.h).
+  // The history keeps its version: no cast reads current amaxes (layers/layer_state.h).
   return torch_ops::eight_tensors(
       direct_quantize(x, row, col, options, nullptr, /*shares_memory=*/false));
 }
