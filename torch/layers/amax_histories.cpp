@@ -37,7 +37,7 @@ void record(const PendingAmaxes& pending) {
   };
   if (!pending.empty() && std::all_of(pending.begin(), pending.end(), is_direct))
     return raise_directly(pending);
-  const at::AutoDispatchBelowADInplaceOrView below;  // the history keeps its version (layer_state.h)
+  const at::AutoDispatchBelowADInplaceOrView below;  // keeps the version; see layer_state.h
   for (const auto& [history, first, last, amax] : pending) {
     const Tensor current = history.select(-1, kCurrent);
     Tensor raised =

@@ -365,10 +365,6 @@ Tensor grouped_mlp_kernel(const Tensor& x, const Tensor& weights, at::TensorList
     ExpertResults found;
     return forward_pass(experts, t, base, /*keeps_amaxes=*/false, found);
   }
-  variable_list inputs = {x, weights};
-  for (const variable_list* list : {&t.matrices, &t.biases})
-    inputs.insert(inputs.end(), list->begin(), list->end());
-  if (base) inputs.push_back(*base);
   const auto forward = [&]() -> ForwardResult {
     ExpertResults found;
     Tensor y = forward_pass(experts, t, base, /*keeps_amaxes=*/true, found);
@@ -376,7 +372,7 @@ Tensor grouped_mlp_kernel(const Tensor& x, const Tensor& weights, at::TensorList
             tensors_to_save(t, found),
             c10::make_intrusive<GroupedMlpState>(experts, needs, t.codes.size(), base.has_value())};
   };
-  return differentiate(inputs, forward).front();
+  return differentiate(joined({x, weights, t.matrices, t.biases, list_of(base)}), forward).front();
 }
 
 }  // namespace

@@ -339,8 +339,6 @@ Tensor multiply_groups(const Tensor& a, const Tensor& b, const Tensor& offs,
     const at::AutoDispatchBelowADInplaceOrView below;
     return operands_and_product(a, b, offs, call, needs, nullptr);
   }
-  variable_list inputs = {a, b};
-  inputs.insert(inputs.end(), call.bias.begin(), call.bias.end());
   const auto forward = [&]() -> ForwardResult {
     variable_list saved;
     Tensor y = operands_and_product(a, b, offs, call, needs, &saved);
@@ -348,7 +346,7 @@ Tensor multiply_groups(const Tensor& a, const Tensor& b, const Tensor& offs,
             std::move(saved),
             c10::make_intrusive<SavedGroups>(backward_state(a, b, call.bias, call, needs))};
   };
-  return differentiate(inputs, forward).front();
+  return differentiate(joined({a, b, call.bias}), forward).front();
 }
 
 bool takes_gradient_amaxes(const PreparedRecipe& recipe) {

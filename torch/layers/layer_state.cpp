@@ -106,6 +106,12 @@ void torch::autograd::CppNode<minifloat::torch_ops::LayerFunction>::compiled_arg
 
 namespace minifloat::torch_ops {
 
+c10::SmallVector<Tensor, 8> joined(std::initializer_list<at::TensorList> lists) {
+  c10::SmallVector<Tensor, 8> out;
+  for (const at::TensorList list : lists) out.append(list.begin(), list.end());
+  return out;
+}
+
 std::vector<Tensor> differentiate(at::TensorList inputs,
                                   c10::function_ref<ForwardResult()> forward) {
   return LayerFunction::apply(inputs, forward);

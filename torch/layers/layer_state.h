@@ -20,7 +20,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <cstdint>
-#include <utility>
+#include <initializer_list>
 #include <vector>
 
 #include "layers/operands.h"
@@ -71,6 +71,9 @@ struct ForwardResult {
   std::vector<Tensor> outputs, saved;
   c10::intrusive_ptr<LayerState> state;
 };
+
+// Returns the tensors of all lists, as differentiate() takes them.
+c10::SmallVector<Tensor, 8> joined(std::initializer_list<at::TensorList> lists);
 
 // Runs a forward pass below autograd and returns its results, which autograd differentiates in
 // `inputs` by the state. Their second derivatives raise.

@@ -168,10 +168,7 @@ std::vector<Tensor> linear_group_kernel(const LayerCall& call) {
   if (!codes.empty()) layers.prequantized.weight = codes;
   const Needs needs(x, layers);
   if (!needs.any()) return forward_pass(x, layers, prepared, needs, nullptr);
-  variable_list inputs = {x};
-  for (const at::TensorList list : {layers.weights, layers.biases})
-    inputs.insert(inputs.end(), list.begin(), list.end());
-  return differentiate(inputs, [&]() -> ForwardResult {
+  const auto forward = [&]() -> ForwardResult {
     // A trace with DTensor inputs accepts writes to a tensor from one pass alone (torch 2.11).
     const bool is_traced = layers.shards.sharding && !layers.histories.empty() &&
                            !can_skip_dispatcher({&layers.histories[0]});
@@ -179,7 +176,8 @@ std::vector<Tensor> linear_group_kernel(const LayerCall& call) {
     variable_list outputs = forward_pass(x, layers, prepared, needs, &found);
     return {std::move(outputs), std::move(found.saved),
             c10::make_intrusive<LinearState>(x, layers, prepared, needs, std::move(found.amaxes))};
-  });
+  };
+  return differentiate(joined({x, layers.weights, layers.biases}), forward);
 }
 
 Tensor linear_kernel(const LayerCall& call) { return linear_group_kernel(call).front(); }

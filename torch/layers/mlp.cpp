@@ -121,9 +121,6 @@ Tensor mlp_kernel(const LayerCall& call) {
   const MlpNeeds needs = {of_inputs, Needs(of_inputs.any(), mlp.output)};
   if (!of_inputs.any() && !needs.output.any())
     return forward_pass(x, mlp, prepared, needs, nullptr);
-  variable_list differentiable = {x};
-  for (const variable_list* list : {&call.weights, &call.biases})
-    differentiable.insert(differentiable.end(), list->begin(), list->end());
   const auto forward = [&]() -> ForwardResult {
     variable_list saved;
     Tensor y = forward_pass(x, mlp, prepared, needs, &saved);
@@ -132,7 +129,7 @@ Tensor mlp_kernel(const LayerCall& call) {
         std::move(saved),
         c10::make_intrusive<MlpState>(x, mlp.inputs, mlp.output, prepared, mlp.activation, needs)};
   };
-  return differentiate(differentiable, forward).front();
+  return differentiate(joined({x, call.weights, call.biases}), forward).front();
 }
 
 }  // namespace
