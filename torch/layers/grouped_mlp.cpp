@@ -56,8 +56,8 @@ Tensor forward_pass(const Experts& experts, const ExpertTensors& t, const MaybeT
   return experts.sums ? add_slots(rows, t.order.places, base) : rows;
 }
 
-// Returns what backward reads: the tensors of the call and the results, as GroupedMlpState::gradients
-// takes them apart.
+// Returns what backward reads: the tensors of the call and the results, in the order in which
+// GroupedMlpState::gradients takes them.
 variable_list tensors_to_save(const ExpertTensors& t, const ExpertResults& found) {
   variable_list saved = {t.x,          t.weights,      t.order.pairs, t.order.places,
                          t.order.offs, t.order.row_ids};

@@ -1,7 +1,7 @@
-// The autograd of all layers: one function of torch, whose backward pass computes the gradients from
-// a layer's state and the tensors that its forward pass saved. Each layer derives its state
-// (linear.cpp, mlp.h, grouped_mm.cpp, grouped_mlp.cpp). Before gradients() runs, every state requires
-// what backward reads as forward read it:
+// The autograd of all layers: one function of torch, whose backward pass computes the gradients
+// from a layer's state and the tensors that its forward pass saved. Each layer derives its state
+// (linear.cpp, mlp.h, grouped_mm.cpp, grouped_mlp.cpp). Before gradients() runs, every state
+// requires what backward reads as forward read it:
 //
 //     saved tensors      torch raises where one was written to since
 //     rng                backward draws from it

@@ -1,4 +1,4 @@
-// What the autograd functions of linear.cpp and mlp.cpp call: the products of weights that share
+// What the layers of linear.cpp and mlp.cpp call: the products of weights that share
 // their input forward, and the gradients of one layer backward. A weight's gradient is added to its
 // sum here, for which the running node of autograd is read.
 #pragma once
