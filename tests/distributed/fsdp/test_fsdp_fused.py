@@ -61,9 +61,9 @@ def check(rank, run, recipes, width=128, is_fused=True, **options):
 def check_recipe(recipe, run, width, is_fused, options):
     kinds, real = [], mlp.one_op
 
-    def called(module, x):
+    def called(module, x, layers):
         kinds.append(isinstance(module.w1.weight, QuantizedTensor))
-        return real(module, x)
+        return real(module, x, layers)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_models, "HIDDEN", width)
