@@ -1,4 +1,5 @@
-// The arguments of linear, linear_group and linear_sharded in one form, and their checks.
+// The layers of one call of linear, linear_group, linear_sharded or mlp, which gradients they need,
+// and their checks. layer_call.h reads them from an op's arguments.
 #pragma once
 
 #include <ATen/core/Tensor.h>

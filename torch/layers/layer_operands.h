@@ -1,5 +1,6 @@
-// The operands of x, or of values that a kernel computes and casts at once, before the products
-// that read them: the eight tensors that the op layer_operands returns.
+// Operands that are cast before the op of the layer that reads them, for caches, inputs that layers
+// share and experts: of x, or of values that a kernel computes and casts at once. They are the
+// eight tensors that the op layer_operands returns. A layer without them casts in passes.cpp.
 #pragma once
 
 #include <vector>

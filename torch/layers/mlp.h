@@ -1,4 +1,5 @@
-// The passes of an MLP around its activation; mlp.cpp differentiates them.
+// What both passes of an MLP share: mlp.cpp is the forward pass, mlp_gradients.cpp the backward
+// pass and the casts of h, which both call.
 #pragma once
 
 #include <ATen/core/Tensor.h>

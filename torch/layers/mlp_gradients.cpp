@@ -1,3 +1,4 @@
+// The backward pass of an MLP, and the casts of h.
 #include "layers/mlp.h"
 
 #include <ATen/ATen.h>

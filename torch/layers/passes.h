@@ -76,7 +76,7 @@ ProductInput saved_input(const LayersState& layers, const std::vector<Tensor>& s
 ProductInput saved_weight(const LayersState& layers, const std::vector<Tensor>& saved,
                           std::size_t i, const Sharding* sharding = nullptr);
 
-// Returns g · W, (M, K).   g: by dgrad's engine; n: the features of g
+// Returns g · W, (M, K).   g: cast as dgrad reads it; n: the features of g
 Tensor input_gradient(const LayersState& layers, const QuantizedOperand& g, const Needed& row,
                       const ProductInput& weight, const SymInt& n, at::ScalarType dtype,
                       const at::Device& device);

@@ -1,5 +1,6 @@
 // The ops activation, activation_backward, quantize_activation and quantize_activation_backward: an
-// activation between dense layers, alone or with the casts of its results.
+// activation between dense layers, alone or with the casts of its results. The kernels are those of
+// SwiGLU (minifloat/experts.h), of which these activations are forms.
 #include "ops/activation.h"
 
 #include <ATen/ATen.h>

@@ -1,6 +1,7 @@
 // The op activation_gradients_: the gradients of an activation as values, with the amaxes by which
 // later casts scale them, and h cast columnwise. dh's memory receives the gradient of gate. A cast
 // that computed the values itself would compute them twice: once for the amax, once for the codes.
+// The other gradients of activations are in activation.cpp.
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 

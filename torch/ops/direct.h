@@ -1,6 +1,7 @@
-// Direct calls of kernels, without torch's dispatcher. A dispatch costs about as much as the launch
-// of a small kernel, and a layer needs dozens. So ops that a layer calls skip the dispatcher where
-// nothing can intercept them, and their outputs share one allocation.
+// When a layer may call kernels without torch's dispatcher, and memory and views without it;
+// ops/kernels.h has the calls. A dispatch costs about as much as the launch of a small kernel, and
+// a layer needs dozens. So ops that a layer calls skip the dispatcher where nothing can intercept
+// them, and their outputs share one allocation.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -13,6 +13,7 @@ namespace minifloat::torch_ops {
 using CastOfComputed = std::function<void(const Operand* row, const Operand* col,
                                           const GroupTable& groups, const Execution& execution)>;
 
+// The cast of ops/quantize.cpp.
 // of: casts the values, whose shape, dtype and device x has; null: x has the values.
 // shares_memory: else outputs are those of an op, whose absent ones are empty
 Directions direct_quantize(const Tensor& x, const std::string& row, const std::string& col,

@@ -1,7 +1,7 @@
 """The linear layer that computes its products under a recipe, and its conversions.
 
-Forward passes the weight, cached codes, random state and amax history to the op `linear`. The op
-saves what backward reads, and its backward casts the gradient and multiplies in C++
+Forward passes the weight, the id of its cache of codes, random state and amax history to `linear`.
+The op saves what backward reads, and its backward casts the gradient and multiplies in C++
 (torch/layers/linear.cpp): no Python runs there. A primary weight is a QuantizedTensor.
 """
 

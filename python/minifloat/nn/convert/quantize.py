@@ -1,8 +1,9 @@
 """Conversion of a model's layers: mf.quantize_ and mf.restore_.
 
 A conversion changes the class of a linear layer in place (nn.Linear <-> mf.Linear), and gives
-experts the state of their products (moe/convert/experts.py). The object, its parameters, hooks,
-ties, dtype, device and state-dict keys stay, so references to the layer remain valid.
+experts the state of their products (moe/convert/experts.py). With `fuse` feed-forwards become MLPs
+in place (nn/fuse/find_mlps.py). The object, its parameters, hooks, ties, dtype, device and state-
+dict keys stay, so references to the layer remain valid.
 """
 
 from __future__ import annotations

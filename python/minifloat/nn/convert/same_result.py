@@ -1,5 +1,7 @@
 """Compares a foreign module with its replacement on small inputs, before it is converted.
 
+So experts and Conv1D are proven; a feed-forward's source is matched, and not run (fuse/match.py).
+
     Trial       calls both once, and compares results, gradients, and the state that they leave
     isolated    a context for such calls: it hides the caller's contexts, such as autocast, and
                 raises an error where the code draws random numbers

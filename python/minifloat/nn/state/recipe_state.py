@@ -145,7 +145,7 @@ class RecipeState(nn.Module):
             self._forget()
 
     def _forget(self) -> None:
-        """Drops cached operands."""
+        """Drops cached operands; a linear layer begins a new cache of its present weight."""
         raise NotImplementedError
 
     def train(self, mode: bool = True) -> Self:
