@@ -9,10 +9,9 @@ import re
 import sys
 from dataclasses import dataclass, replace
 
-from minifloat.nn.convert.filters import DEFAULT_KEEP, KEEPS, Keep
+from minifloat.nn.convert.filters import DEFAULT_KEEP, KEEPS, POLICY, Keep
 
 NAME = re.compile(r"\s*([A-Za-z_][\w.+-]*)\s*=(.*)", re.DOTALL)
-POLICY = re.compile(r"(.*\S) keep=(\S*)")
 THEN = " then="
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
@@ -47,11 +46,17 @@ class RunSpec:
         return re.sub(r"[^\w.+-]+", "_", self.name).strip("_")
 
 
+def split_name(entry: str) -> tuple[str, str]:
+    """Returns the name that an entry gives, "" where it gives none, and the rest."""
+    text = " ".join(entry.split())
+    if (match := NAME.fullmatch(text)) and match[1] not in PRODUCTS:
+        return match[1], match[2].strip()
+    return "", text
+
+
 def parse_entry(entry: str, seed: int) -> RunSpec:
     """Parses an entry; ends the program where it cannot."""
-    text, name = " ".join(entry.split()), ""
-    if (match := NAME.fullmatch(text)) and match[1] not in PRODUCTS:
-        name, text = match[1], match[2].strip()
+    name, text = split_name(entry)
     text, found, then = (part.strip() for part in text.partition(THEN))
     keep: str = DEFAULT_KEEP
     if match := POLICY.fullmatch(text):

@@ -39,7 +39,7 @@ from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
-from _entries import NAME, PRODUCTS, THEN, RunSpec, parse_entry
+from _entries import THEN, RunSpec, parse_entry, split_name
 from _measure import PeakMemory
 from _parity_records import BF16, RESULTS, draw_images, print_tables, records_in, write_record
 from _parity_tokens import VOCABULARY, load_tokens
@@ -189,7 +189,7 @@ class Plan:
         """
         text, then, other = entry.partition(THEN)
         text, _, wire = text.partition(WIRE)
-        is_named = bool((match := NAME.fullmatch(text)) and match[1] not in PRODUCTS)
+        is_named = bool(split_name(text)[0])
         text = f"{text}={BF16}" if text.startswith(TORCHAO_PREFIX) else text
         other, percent = match.groups() if (match := LAST.fullmatch(other)) else (other, 0)
         spec = parse_entry(f"{text}{then}{other}", seed)

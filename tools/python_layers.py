@@ -194,14 +194,10 @@ def private(modules: Mapping[str, Module], graph: Graph) -> Iterator[Broken]:
     for module in modules.values():
         if module.name in READERS:
             continue
-        found = dict(imported_names(module))
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.Attribute):
-                found.setdefault(node.lineno, "")
-                found[node.lineno] = max(found[node.lineno], ast.unparse(node), key=is_private)
-        for line, name in found.items():
-            if is_private(name):
-                yield Broken(module.path, line, f"private_torch.py alone reads {name}")
+        attributes = (node for node in ast.walk(module.tree) if isinstance(node, ast.Attribute))
+        names = [*imported_names(module), *((a.lineno, ast.unparse(a)) for a in attributes)]
+        for line, name in {line: name for line, name in names if is_private(name)}.items():
+            yield Broken(module.path, line, f"private_torch.py alone reads {name}")
 
 
 def check(texts: Mapping[PurePosixPath, str]) -> list[Broken]:
