@@ -97,6 +97,10 @@ void dequantize(const Quantized& operand, DType dtype, void* out, const Executio
 void decode_for_product(const Quantized& operand, std::uint16_t* out, const Execution& execution) {
   Memory memory("decode_for_product");
   check_quantized("decode_for_product", operand, memory);
+  MINIFLOAT_CHECK(!operand.spec.has_fp32_values(),
+                  "decode_for_product: expected values that bf16 "
+                  "holds, got those of ",
+                  operand.spec.str(), ", which are fp32");
   if (!has_elements(operand)) return;
   memory.writes("values", out, value_count(operand) * 2, 2);
   memory.require_apart();
@@ -106,7 +110,7 @@ void decode_for_product(const Quantized& operand, std::uint16_t* out, const Exec
 void tensor_factor(const Quantized& operand, float* out, const Execution& execution) {
   Memory memory("tensor_factor");
   check_tensor_factor("tensor_factor", operand, memory);
-  memory.writes("factors", out, operand.parts() * 4, 4);
+  memory.writes("factors", out, operand.factors() * 4, 4);
   memory.require_apart();
   MINIFLOAT_ON(operand.device, tensor_factor(operand, out, execution));
 }
@@ -116,9 +120,9 @@ void product_factor(const Quantized& a, const Quantized& b, float* out,
   Memory memory("product_factor");
   check_device("product_factor", a.device);
   MINIFLOAT_CHECK(a.device == b.device, "product_factor: expected operands of one device, got two");
-  MINIFLOAT_CHECK(a.parts() == 1 && b.parts() == 1,
-                  "product_factor: expected matrices, got batches of ", a.parts(), " and ",
-                  b.parts());
+  MINIFLOAT_CHECK(a.factors() == 1 && b.factors() == 1,
+                  "product_factor: expected operands of one factor each, got ", a.factors(),
+                  " and ", b.factors());
   check_tensor_factor("product_factor", a, memory);
   check_tensor_factor("product_factor", b, memory);
   memory.writes("factors", out, 2 * 4, 4);

@@ -17,7 +17,7 @@ MessageLayout message_layout(const Spec& spec, std::int64_t cols) {
   check_spec("messages", spec);
   MINIFLOAT_CHECK(is_addressable({cols}), "messages: expected 0 to 2^48 values, got ", cols);
   if (spec.is_bf16()) return {2 * cols, 2 * cols};
-  MINIFLOAT_CHECK(spec.has_blocks() && !spec.has_blocks_2d() && spec.rule != ScaleRule::kNvfp4,
+  MINIFLOAT_CHECK(spec.has_blocks() && !spec.has_blocks_2d() && !spec.has_outer_amax(),
                   "messages: expected bf16, or a spec whose scales are those of blocks of one row "
                   "alone (e4m3/1x128, mxfp8, mxfp4), got ",
                   spec.str());

@@ -108,6 +108,9 @@ AmaxGrid amax_grid(const Spec& spec, bool columnwise, std::int64_t rows, std::in
   AmaxGrid grid;
   check_spec("amax_grid", spec);
   check_sizes("amax_grid", 1, rows, cols);
+  MINIFLOAT_CHECK(spec.rule != ScaleRule::kNvfp4Row,
+                  "amax_grid: expected a format of weights, got ", spec.str(),
+                  ", a format of tokens and gradients");
   if (rows == 0 || cols == 0) return grid;
   grid.height = spec.has_blocks() ? spec.block_rows : spec.has_row_amax() ? 1 : rows;
   grid.width = spec.has_blocks() ? spec.block_cols : cols;
@@ -115,7 +118,7 @@ AmaxGrid amax_grid(const Spec& spec, bool columnwise, std::int64_t rows, std::in
   if (columnwise && spec.has_row_amax()) grid.height = rows, grid.width = 1;
   grid.rows = ceil_div(rows, grid.height);
   grid.cols = ceil_div(cols, grid.width);
-  grid.has_tensor_amax = spec.rule == ScaleRule::kNvfp4;
+  grid.has_tensor_amax = spec.has_outer_amax();
   return grid;
 }
 

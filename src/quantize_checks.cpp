@@ -186,6 +186,9 @@ void check_forms(const Operand& operand, bool columnwise) {
                   spec.str());
   MINIFLOAT_CHECK(!operand.as_fp8 || !operand.decoded, "quantize: expected FP8 codes of ",
                   spec.str(), " or decoded values, got both");
+  MINIFLOAT_CHECK(!operand.decoded || !spec.has_fp32_values(),
+                  "quantize: expected decoded values that bf16 holds, got those of ", spec.str(),
+                  ", which are fp32");
   MINIFLOAT_CHECK(!operand.given_amax || spec.has_tensor_amax() || spec.has_row_amax(),
                   "quantize: ", spec.str(), " has no tensor or row amax to be given");
   MINIFLOAT_CHECK(
@@ -300,10 +303,11 @@ void check_tensor_factor(const char* function, const Quantized& q, Memory& memor
   check_sizes(function, q.batch, q.rows, q.cols);
   check_groups(function, q);
   if (q.groups) memory.reads("the groups", q.groups.table, bytes_of_table(q.groups), 4);
-  const std::int64_t bytes = q.parts() * std::int64_t{4};
-  MINIFLOAT_CHECK(q.spec.rule != ScaleRule::kNvfp4 || q.amax || bytes == 0, function, ": ",
-                  q.spec.str(), " needs the tensor amax that its scales were made with, got null");
-  if (q.spec.rule == ScaleRule::kNvfp4) memory.reads("the tensor amax", q.amax, bytes, 4);
+  const std::int64_t bytes = q.factors() * std::int64_t{4};
+  const bool has_amax = q.spec.has_outer_amax();
+  MINIFLOAT_CHECK(!has_amax || q.amax || bytes == 0, function, ": ", q.spec.str(),
+                  " needs the amax that its scales were made with, got null");
+  if (has_amax) memory.reads("the tensor amax", q.amax, bytes, 4);
   if (q.spec.rule == ScaleRule::kTensor) memory.reads("the scale", q.scale, bytes, 4);
 }
 

@@ -138,6 +138,12 @@ Recipe parse_recipe(const Slice& slice) {
   recipe.fprop = take_product(rest, "fprop=", " dgrad=");
   recipe.dgrad = take_product(rest, "dgrad=", " wgrad=");
   recipe.wgrad = take_product(rest, "wgrad=", "");
+  for (const Spec& of_weight : {recipe.fprop.b, recipe.dgrad.b})
+    if (of_weight.has_outer_amax() && of_weight.has_row_amax())
+      slice.fail(
+          "nvfp4/row is a format of tokens and their gradients; expected a scale of the "
+          "tensor, nvfp4 or nvfp4/16x16, for the weight, found ",
+          of_weight.str());
   return recipe;
 }
 

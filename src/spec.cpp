@@ -31,6 +31,7 @@ constexpr std::array kBases = {
     Base{"mxfp4", Elements::kE2m1, ScaleRule::kMx, 1, 32},
     Base{"nvfp4", Elements::kE2m1, ScaleRule::kNvfp4, 1, 16},
     Base{"nvfp4/16x16", Elements::kE2m1, ScaleRule::kNvfp4, 16, 16},
+    Base{"nvfp4/row", Elements::kE2m1, ScaleRule::kNvfp4Row, 1, 16},
     Base{"mxfp8/1x32", Elements::kE4m3, ScaleRule::kMx, 1, 32},
     Base{"mxfp4/1x32", Elements::kE2m1, ScaleRule::kMx, 1, 32},
     Base{"nvfp4/1x16", Elements::kE2m1, ScaleRule::kNvfp4, 1, 16},
@@ -42,20 +43,31 @@ std::string base_names() {
   return names;
 }
 
-// A flag that rounds the scale, and the rule that it belongs to.
+constexpr std::string_view kOfTensors = "nvfp4 block scales below a scale of the tensor";
+
+// A flag that rounds the scale, and the rules that it belongs to.
 struct RoundingFlag {
   std::string_view name;
   ScaleRounding rounding;
-  ScaleRule rule;
-  std::string_view reason;
+  std::string_view of;  // the scales that it rounds
+  std::array<ScaleRule, 2> rules;
+  constexpr bool rounds(ScaleRule rule) const { return rule == rules[0] || rule == rules[1]; }
 };
+constexpr RoundingFlag of_one(std::string_view name, ScaleRounding rounding, ScaleRule rule,
+                              std::string_view of) {
+  return {name, rounding, of, {rule, rule}};
+}
 constexpr std::array kRoundingFlags = {
-    RoundingFlag{"exact", ScaleRounding::kExact, ScaleRule::kRow, "'/row' scales"},
-    RoundingFlag{"floor", ScaleRounding::kFloor, ScaleRule::kMx, "mxfp8 and mxfp4 scales"},
-    RoundingFlag{"up", ScaleRounding::kUp, ScaleRule::kNvfp4, "nvfp4 block scales"},
-    RoundingFlag{"pow2", ScaleRounding::kPowerOfTwo, ScaleRule::kNvfp4, "nvfp4 block scales"},
-    RoundingFlag{"4over6", ScaleRounding::kFourOverSix, ScaleRule::kNvfp4, "nvfp4 block scales"},
-    RoundingFlag{"eden", ScaleRounding::kEden, ScaleRule::kNvfp4, "nvfp4 block scales"},
+    RoundingFlag{"exact",
+                 ScaleRounding::kExact,
+                 "'/row', '/1x128' and '/128x128' scales of e4m3",
+                 {ScaleRule::kRow, ScaleRule::kBlock}},
+    of_one("floor", ScaleRounding::kFloor, ScaleRule::kMx, "mxfp8 and mxfp4 scales"),
+    RoundingFlag{
+        "up", ScaleRounding::kUp, "nvfp4 block scales", {ScaleRule::kNvfp4, ScaleRule::kNvfp4Row}},
+    of_one("pow2", ScaleRounding::kPowerOfTwo, ScaleRule::kNvfp4, kOfTensors),
+    of_one("4over6", ScaleRounding::kFourOverSix, ScaleRule::kNvfp4, kOfTensors),
+    of_one("eden", ScaleRounding::kEden, ScaleRule::kNvfp4, kOfTensors),
 };
 
 constexpr std::array<std::pair<std::string_view, int>, 4> kTransforms = {
@@ -90,7 +102,7 @@ void set_eden(Spec& spec, const Slice& at) {
 }
 
 void set_rounding(Spec& spec, const RoundingFlag& flag, const Slice& at) {
-  if (spec.rule != flag.rule) at.fail("'+", flag.name, "' rounds ", flag.reason, " only");
+  if (!flag.rounds(spec.rule)) at.fail("'+", flag.name, "' rounds ", flag.of, " only");
   if (spec.scale_rounding != ScaleRounding::kDefault)
     at.fail("the scale's rounding is given twice; expected one of ", rounding_flags());
   if (flag.rounding == ScaleRounding::kEden) set_eden(spec, at);
@@ -179,7 +191,7 @@ bool Spec::is_valid() const {
          (scale_rounding == ScaleRounding::kDefault ||
           is_one_of(kRoundingFlags,
                     [&](const RoundingFlag& flag) {
-                      return flag.rounding == scale_rounding && flag.rule == rule;
+                      return flag.rounding == scale_rounding && flag.rounds(rule);
                     })) &&
          (is_eden() ? stochastic && transform == kEdenPoints && !has_blocks_2d()
                     : transform == 0 || is_one_of(kTransforms,
@@ -190,15 +202,13 @@ bool Spec::is_valid() const {
 }
 
 ScaleType Spec::scale_type() const {
-  switch (rule) {
-    case ScaleRule::kNone: return ScaleType::kNone;
-    case ScaleRule::kMx: return ScaleType::kE8m0;
-    case ScaleRule::kNvfp4: return ScaleType::kE4m3;
-    case ScaleRule::kTensor:
-    case ScaleRule::kRow:
-    case ScaleRule::kBlock: return ScaleType::kFloat32;
+  switch (block_rule(rule)) {
+    case BlockRule::kE8m0: return ScaleType::kE8m0;
+    case BlockRule::kE4m3: return ScaleType::kE4m3;
+    case BlockRule::kFloat32: return ScaleType::kFloat32;
+    case BlockRule::kNone: break;
   }
-  return ScaleType::kNone;
+  return outer_scale(rule) == OuterScale::kNone ? ScaleType::kNone : ScaleType::kFloat32;
 }
 
 }  // namespace minifloat

@@ -122,11 +122,11 @@ TEST_F(Dispatch, Dequantize) {
   const std::uint8_t codes[8] = {}, scale[1] = {};
   Quantized q = {
       .spec = Spec::parse("nvfp4"), .codes = codes, .scale = scale, .rows = 1, .cols = 16};
-  EXPECT_ERROR(dequantize(q, DType::kFloat32, out.data()), "needs the tensor amax");
-  EXPECT_ERROR(tensor_factor(q, out.data()), "needs the tensor amax");
-  EXPECT_ERROR(product_factor(Quantized{}, q, out.data()), "needs the tensor amax");
+  EXPECT_ERROR(dequantize(q, DType::kFloat32, out.data()), "needs the amax");
+  EXPECT_ERROR(tensor_factor(q, out.data()), "needs the amax");
+  EXPECT_ERROR(product_factor(Quantized{}, q, out.data()), "needs the amax");
   EXPECT_ERROR(product_factor(Quantized{}, {.spec = {}, .batch = 2}, out.data()),
-               "expected matrices");
+               "one factor each");
   q.codes = nullptr;
   EXPECT_ERROR(dequantize(q, DType::kFloat32, out.data()), "got null");
   q.codes = codes;
@@ -155,7 +155,7 @@ TEST_F(Dispatch, Fp4AsFp8) {
   }
   const Quantized q = {
       .spec = Spec::parse("nvfp4+pow2"), .codes = codes, .scale = scale, .rows = 1, .cols = 16};
-  EXPECT_ERROR(fp4_as_fp8({q, out.data(), row_scale.data()}), "needs the tensor amax");
+  EXPECT_ERROR(fp4_as_fp8({q, out.data(), row_scale.data()}), "needs the amax");
   EXPECT_TRUE(out.untouched() && row_scale.untouched());
 }
 

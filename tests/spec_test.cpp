@@ -78,6 +78,10 @@ TEST(Spec, CanonicalTextsParseToThemselves) {
                            "e4m3/row+exact",
                            "e4m3/1x128",
                            "e4m3/128x128",
+                           "e4m3/1x128+exact",
+                           "e4m3/128x128+exact+sr",
+                           "nvfp4/row",
+                           "nvfp4/row+up+sr+rht",
                            "mxfp8",
                            "mxfp8/e5m2",
                            "mxfp8/32x32",
@@ -155,8 +159,13 @@ TEST(Spec, ErrorsNamePositionFindingAndChoice) {
             std::string::npos);
   EXPECT_NE(error_of("mxfp8+up").find("position 6: '+up' rounds nvfp4 block scales only"),
             std::string::npos);
-  EXPECT_NE(error_of("e4m3/1x128+exact").find("'+exact' rounds '/row' scales only"),
+  EXPECT_NE(error_of("mxfp8+exact")
+                .find("'+exact' rounds '/row', '/1x128' and '/128x128' scales of e4m3 only"),
             std::string::npos);
+  for (const char* flag : {"pow2", "4over6", "eden"})
+    EXPECT_NE(error_of(std::string("nvfp4/row+") + flag)
+                  .find("rounds nvfp4 block scales below a scale of the tensor only"),
+              std::string::npos);
   EXPECT_NE(error_of("nvfp4+floor").find("'+floor'"), std::string::npos);
   EXPECT_NE(error_of("bf16+sr").find("takes no flag"), std::string::npos);
 }

@@ -24,26 +24,37 @@ BASES = {
     "mxfp4": ("e2m1", "mx", 4, (1, 32), torch.float8_e8m0fnu, ""),
     "nvfp4": ("e2m1", "nvfp4", 4, (1, 16), torch.float8_e4m3fn, "tensor"),
     "nvfp4/16x16": ("e2m1", "nvfp4", 4, (16, 16), torch.float8_e4m3fn, "tensor"),
+    "nvfp4/row": ("e2m1", "nvfp4", 4, (1, 16), torch.float8_e4m3fn, "row"),
 }
-# rule: its flags, of which a spec has at most one
+# rule, or spec: its flags, of which a spec has at most one
 OWN_FLAGS = {
     "none": [],
     "tensor": ["+delayed"],
     "row": ["+exact"],
-    "block": [],
+    "block": ["+exact"],
     "mx": ["+floor"],
     "nvfp4": ["+up", "+pow2", "+4over6"],
+    "nvfp4/row": ["+up"],
 }
 EDEN = "nvfp4+eden"  # alone: stochastic, and transformed over 128 points
 TRANSFORMS = {"": 0, "+rht": 16, "+rht32": 32, "+rht64": 64, "+rht128": 128}
-CUT = {"nvfp4": 4 + 0.5, "nvfp4/16x16": 4 + 1 / 32, "mxfp8": 8.25, "mxfp4": 4.25}
+CUT = {
+    "nvfp4": 4 + 0.5,
+    "nvfp4/row": 4 + 0.5,
+    "nvfp4/16x16": 4 + 1 / 32,
+    "mxfp8": 8.25,
+    "mxfp4": 4.25,
+}
+
+
+def own_flags(base):
+    return OWN_FLAGS[base if base in OWN_FLAGS else BASES[base][1]]
 
 
 def specs_of(base):
-    rule = BASES[base][1]
     if base == "bf16":
         return [("bf16", "", "", "")]
-    flags = product(["", *OWN_FLAGS[rule]], ["", "+sr"], TRANSFORMS)
+    flags = product(["", *own_flags(base)], ["", "+sr"], TRANSFORMS)
     return [(base + own + rounding + rht, own, rounding, rht) for own, rounding, rht in flags]
 
 
@@ -133,14 +144,14 @@ def test_eden():
 
 
 def test_specs_that_cast_rows_alone():
-    alone = {"e4m3/row", "e4m3/1x128", "mxfp8", "mxfp4+rht"}
+    alone = {"e4m3/row", "e4m3/1x128", "mxfp8", "mxfp4+rht", "nvfp4/row"}
     others = {"bf16", "e4m3/tensor", "nvfp4", "mxfp4+sr", "e4m3/row+sr", "mxfp8/32x32"}
     assert {text for text in alone | others if Spec.parse(text).casts_rows_alone} == alone
 
 
 def test_other_texts_are_refused():
     for base, flag in product(BASES, {f for flags in OWN_FLAGS.values() for f in flags}):
-        if flag not in OWN_FLAGS[BASES[base][1]]:
+        if flag not in own_flags(base):
             with pytest.raises(ValueError, match=r"position \d+"):
                 Spec.parse(base + flag)
     for text in ("", "mxfp9", "nvfp4+sr+sr", "nvfp4*nvfp4", "mxfp8,fast", "mxfp8+rht16"):

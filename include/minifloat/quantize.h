@@ -94,7 +94,7 @@ struct Quantized {
   Spec spec;
   const std::uint8_t* codes = nullptr;
   const void* scale = nullptr;
-  const float* amax = nullptr;  // required for NVFP4: the amax that the scales were made with
+  const float* amax = nullptr;  // required for NVFP4: the amaxes that the scales were made with
   std::int64_t batch = 1;
   std::int64_t rows = 0;
   std::int64_t cols = 0;
@@ -103,6 +103,12 @@ struct Quantized {
 
   // Returns the number of parts that have a tensor scale each: matrices or groups.
   std::int64_t parts() const { return groups ? groups.count : batch; }
+  // Returns the number of its rows, those of each group along the contraction dimension.
+  std::int64_t all_rows() const { return (groups.unit > 0 ? parts() : batch) * rows; }
+  // Returns the number of its tensor scales: one a part, or one a row beside the scales of blocks.
+  std::int64_t factors() const {
+    return spec.has_row_amax() && spec.has_blocks() ? all_rows() : parts();
+  }
 };
 
 // Writes the operand's values: fl32(code * scale), and for NVFP4 fl32(fl32(code * scale) * fl32(1 /
@@ -111,19 +117,20 @@ struct Quantized {
 void dequantize(const Quantized& operand, DType dtype, void* out, const Execution& execution = {});
 
 // Writes the bf16 values that an exact product multiplies: code * scale where the scale is a power
-// of two or NVFP4's block scale; the code alone where the scale is any fp32 (tensor scaling,
-// +exact). The pending factor is then `tensor_factor`, or the row scale. Exact for 2^-126 <= |v| <=
-// bf16's max; below: zero; above: saturated.
+// of two or NVFP4's block scale; the code alone where the scale of the tensor or of a row is any
+// fp32. The pending factor is then `tensor_factor`, or the row scale. Exact for 2^-126 <= |v| <=
+// bf16's max; below: zero; above: saturated. Throws where a block's scale is any fp32: the product
+// reads the fp32 values of dequantize.
 void decode_for_product(const Quantized& operand, std::uint16_t* out,
                         const Execution& execution = {});
 
-// Writes the pending factor of this operand in an exact product: the tensor scale. out: (batch), or
-// (groups)
+// Writes the pending factors of this operand in an exact product: the tensor scales, of rows under
+// nvfp4/row.   out: (factors)
 void tensor_factor(const Quantized& operand, float* out, const Execution& execution = {});
 
 // Writes {0, factor of a * factor of b}, the factors as in tensor_factor: beta and alpha of an
-// exact product. a, b: of one device, batch 1; a default Quantized of the device has the factor 1.
-// out: (2)
+// exact product. a, b: of one device, with one factor each; a default Quantized of the device has
+// the factor 1.   out: (2)
 void product_factor(const Quantized& a, const Quantized& b, float* out,
                     const Execution& execution = {});
 

@@ -7,11 +7,12 @@
 //     bf16                                     identity
 //     e4m3/tensor  e5m2/tensor                 one fp32 scale; +delayed: from an amax history
 //     e4m3/row                                 fp32 power of two a row; +exact: any fp32
-//     e4m3/1x128   e4m3/128x128                fp32 power of two a block
+//     e4m3/1x128   e4m3/128x128                fp32 power of two a block; +exact: any fp32
 //     mxfp8  mxfp8/e5m2  mxfp8/32x32  mxfp4    E8M0 a block, rounded up; +floor: the OCP rule
 //     nvfp4  nvfp4/16x16                       E4M3 a block and fp32 a tensor; +up, +pow2: block
 //                                              scale rounded up; +4over6: of two block scales,
 //                                              the one with the smaller error
+//     nvfp4/row                                E4M3 a block and fp32 a row; +up
 //     nvfp4+eden                               block scales that correct the codes' error, rounded
 //                                              stochastically, after an RHT of 128 points with new
 //                                              signs in each step
@@ -57,7 +58,7 @@ enum class ScaleType : std::uint8_t { kNone, kFloat32, kE8m0, kE4m3 };
 struct Spec {
   Elements elements = Elements::kBf16;
   ScaleRule rule = ScaleRule::kNone;
-  int block_rows = 0;  // of kBlock, kMx and kNvfp4
+  int block_rows = 0;  // of rules with blocks
   int block_cols = 0;
   ScaleRounding scale_rounding = ScaleRounding::kDefault;
   bool stochastic = false;  // codes are rounded so, or under kEden scales: the cast reads a Random
@@ -79,13 +80,18 @@ struct Spec {
     return elements == Elements::kE2m1 &&
            (rule == ScaleRule::kMx || scale_rounding == ScaleRounding::kPowerOfTwo);
   }
-  bool has_tensor_amax() const { return rule == ScaleRule::kTensor || rule == ScaleRule::kNvfp4; }
+  bool has_tensor_amax() const { return outer_scale(rule) == OuterScale::kTensor; }
   bool is_eden() const { return scale_rounding == ScaleRounding::kEden; }
   bool rounds_codes_stochastically() const { return stochastic && !is_eden(); }
   // Returns whether scales depend on a block's values beyond their amax.
   bool reads_values() const { return minifloat::reads_values(scale_rounding); }
-  bool has_row_amax() const { return rule == ScaleRule::kRow; }
+  bool has_row_amax() const { return outer_scale(rule) == OuterScale::kRow; }
   bool has_blocks() const { return block_rows > 0; }
+  // Returns whether the fp32 scales of the tensor or of rows are computed from their amaxes, beside
+  // which the scales of blocks are stored.
+  bool has_outer_amax() const { return has_blocks() && outer_scale(rule) != OuterScale::kNone; }
+  // Returns whether an exact product reads fp32 values; else it reads bf16 ones.
+  bool has_fp32_values() const { return minifloat::has_fp32_values(rule, scale_rounding); }
   ScaleType scale_type() const;
   // Returns whether blocks span rows, so that the end of a group of rows would cut one.
   bool has_blocks_2d() const { return block_rows > 1; }
@@ -109,7 +115,7 @@ struct Spec {
     const Int padded = padded_cols(cols);
     return code_bits() == 4 ? ceil_div<Int>(padded, Int(2)) : padded;
   }
-  template <class Int>  // of kBlock, kMx and kNvfp4
+  template <class Int>  // of rules with blocks
   Int scale_rows(Int rows) const {
     return ceil_div<Int>(rows, Int(block_rows));
   }

@@ -19,7 +19,8 @@ struct OperandPlan {
   std::int64_t batch, rows, cols, padded;  // as read
   std::int64_t code_pitch;                 // bytes a row
   std::int64_t scale_rows, scale_cols;     // block rules
-  const TensorScale* tensor = nullptr;     // (batch): rules with an amax of the tensor
+  const TensorScale* tensor = nullptr;     // (batch): rules with an amax of the tensor, or
+                                           // (batch, rows): blocks and an amax of the row
   const ScaleFactors* row = nullptr;       // (batch, rows): row scaling
   bool columnwise = false;
   RandomKey random;
@@ -179,12 +180,12 @@ MINIFLOAT_INLINE void block_amax(const TileView<T>& tile, std::int64_t tile_rows
 template <class F>
 struct ScaleBlocks {
   const TensorScale& tensor;
-  std::int64_t count;
+  std::int64_t first, end;
   TileBlocks& blocks;
 
   template <ScaleRule kRule, ScaleRounding kRounding>
   MINIFLOAT_INLINE void run() const {
-    for (std::int64_t b = 0; b < count; ++b) {
+    for (std::int64_t b = first; b < end; ++b) {
       const BlockScale scale = scale_of_block<F>(kRule, kRounding, tensor, blocks.amax[b]);
       blocks.code[b] = scale.code;
       blocks.scale[b] = scale.scale;
@@ -194,12 +195,20 @@ struct ScaleBlocks {
 };
 
 template <class F>
-MINIFLOAT_INLINE void block_scales(const OperandPlan& plan, std::int64_t batch,
+MINIFLOAT_INLINE void block_scales(const OperandPlan& plan, const TileRange& range,
                                    TileBlocks& blocks) {
   const Spec& spec = plan.operand.spec;
+  const auto scale = [&](const TensorScale& outer, std::int64_t first, std::int64_t end) {
+    with_block_rule<F>(spec.rule, spec.scale_rounding, ScaleBlocks<F>{outer, first, end, blocks});
+  };
+  if (spec.has_row_amax()) {  // blocks of one row
+    for (std::int64_t r = 0; r < range.rows; ++r)
+      scale(plan.tensor[range.batch * plan.rows + range.row_of(r)], r * blocks.cols,
+            (r + 1) * blocks.cols);
+    return;
+  }
   const std::int64_t count = round_up<std::int64_t>(blocks.rows * blocks.cols, 16);
-  const TensorScale tensor = plan.tensor ? plan.tensor[batch] : TensorScale{};
-  with_block_rule<F>(spec.rule, spec.scale_rounding, ScaleBlocks<F>{tensor, count, blocks});
+  scale(plan.tensor ? plan.tensor[range.batch] : TensorScale{}, 0, count);
 }
 
 // Copies the factors of tensor and row scaling, which are fixed before the tiles.
@@ -256,7 +265,7 @@ MINIFLOAT_INLINE void note_exceptions(const Spec& spec, TileBlocks& blocks) {
     const std::uint32_t factor = magnitude_bits(blocks.factor[b]);
     largest = factor > largest ? factor : largest;
   }
-  if (spec.rule == ScaleRule::kNvfp4)
+  if (block_rule(spec.rule) == BlockRule::kE4m3)
     for (std::int64_t b = 0; b < blocks.rows * blocks.cols; ++b)
       least = blocks.code[b] < least ? blocks.code[b] : least;
   blocks.any_zero = has_zero_codes(spec.rule, least);

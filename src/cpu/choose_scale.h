@@ -110,7 +110,7 @@ MINIFLOAT_INLINE void choose_scales(const OperandPlan& plan, const TileRange& ra
   for (int second = 0; second < 2; ++second) {
     if (second)
       for (std::int64_t b = 0; b < count; ++b) blocks.amax[b] |= kSecondScale;
-    block_scales<F>(plan, range.batch, blocks);
+    block_scales<F>(plan, range, blocks);
     for (std::int64_t b = 0; b < count; ++b) {
       choices[second].factor[b] = blocks.factor[b];
       choices[second].scale[b] = blocks.scale[b];

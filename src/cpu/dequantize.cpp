@@ -13,14 +13,14 @@ namespace {
 
 // Columns of a row that share a factor: those of a group along the contraction dimension, or all.
 struct Segment {
-  std::int64_t part, begin, end;  // part: the index of the tensor scale; columns
+  std::int64_t part, begin, end;  // part: the matrix or group; columns
 };
 
 struct RowArgs {
   const Quantized* operand;
   std::int64_t row;      // of all the batch's rows
   bool for_product;      // the values of an exact product, or the values themselves
-  const float* factors;  // (parts): the tensor scale, a factor of each value
+  const float* factors;  // (Quantized::factors): of each value
   std::span<const Segment> segments;
   float* scale;            // (padded) scratch
   std::uint8_t* unpacked;  // (padded, and one where that is odd) scratch
@@ -106,7 +106,10 @@ struct DecodeRow {
     const std::int64_t first = segment.begin, count = segment.end - first;
     if (args.for_product)
       return for_product(codes + first, args.scale + first, args.bf16 + first, count);
-    const float factor = args.factors[segment.part];
+    const Quantized& q = *args.operand;
+    const std::int64_t row = (q.groups.unit > 0 ? segment.part * q.rows : 0) + args.row;
+    const float factor =
+        args.factors[q.spec.has_row_amax() && q.spec.has_blocks() ? row : segment.part];
     if (args.bf16)
       return to_bf16(codes + first, args.scale + first, factor, args.bf16 + first, count);
     to_fp32(codes + first, args.scale + first, factor, args.fp32 + first, count);
@@ -149,7 +152,7 @@ void decode_rows(const Quantized& q, bool for_product, std::uint16_t* bf16, floa
                  const Execution& execution) {
   const RowSegments segments(q);
   const std::int64_t padded = q.spec.padded_cols(q.cols), rows = segments.rows();
-  std::vector<float> factors(static_cast<std::size_t>(q.parts()));
+  std::vector<float> factors(static_cast<std::size_t>(q.factors()));
   if (!for_product) cpu::tensor_factor(q, factors.data(), execution);
   constexpr std::int64_t kRows = 16;  // of a part of the work
   parallel_for(execution, ceil_div(rows, kRows), rows * padded, [&](std::int64_t part) {
@@ -189,13 +192,14 @@ void decode_for_product(const Quantized& operand, std::uint16_t* out, const Exec
 }
 
 void tensor_factor(const Quantized& operand, float* out, const Execution&) {
-  for (std::int64_t e = 0; e < operand.parts(); ++e) {
-    if (operand.spec.rule == ScaleRule::kTensor)
+  const Spec& spec = operand.spec;
+  for (std::int64_t e = 0; e < operand.factors(); ++e) {
+    if (spec.rule == ScaleRule::kTensor)
       out[e] = static_cast<const float*>(operand.scale)[e];
-    else if (operand.spec.rule == ScaleRule::kNvfp4)
-      out[e] = scale_of_tensor<E2M1>(operand.spec.rule, operand.spec.scale_rounding,
-                                     magnitude_bits(operand.amax[e]))
-                   .scale;
+    else if (spec.has_outer_amax())
+      out[e] =
+          scale_of_tensor<E2M1>(spec.rule, spec.scale_rounding, magnitude_bits(operand.amax[e]))
+              .scale;
     else
       out[e] = 1.0f;
   }

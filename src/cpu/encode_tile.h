@@ -151,7 +151,7 @@ struct EncodeTile {
       if constexpr (F::kBits == 4)
         if (has_two_scales(spec.scale_rounding))
           choose_scales<F>(plan, *args.range, args.tile, blocks);
-      block_scales<F>(plan, args.range->batch, blocks);
+      block_scales<F>(plan, *args.range, blocks);
       if constexpr (F::kBits == 4)
         if (spec.is_eden()) correct_scales<F>(plan, *args.range, args.tile, blocks);
       store_scales(plan, *args.range, blocks);

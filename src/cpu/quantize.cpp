@@ -112,7 +112,7 @@ class DirectionCast {
         entry = larger_amax(entry, current_amax[static_cast<std::size_t>(i)]);
       }
     }
-    for (std::int64_t i = 0; spec.scale_type() == ScaleType::kFloat32 && i < count; ++i)
+    for (std::int64_t i = 0; !spec.has_blocks() && i < count; ++i)
       static_cast<float*>(operand.scale)[i] =
           spec.has_row_amax() ? rows_[i].scale : tensors_[i].scale;
     plan_.tensor = tensors_.data();
@@ -131,7 +131,7 @@ class DirectionCast {
   template <class F>
   void scale_elements_by(std::uint32_t amax) {
     const Spec& spec = plan_.operand.spec;
-    if (spec.has_row_amax())
+    if (spec.has_row_amax() && !spec.has_blocks())
       rows_.push_back(fp32_factors<F>(spec.rule, spec.scale_rounding, amax));
     else
       tensors_.push_back(scale_of_tensor<F>(spec.rule, spec.scale_rounding, amax));

@@ -48,6 +48,8 @@ TYPED_TEST(RuleOfFp8, ScalesInFp32) {
       const BlockScale block = scale_of_block<F>(rule, kDefault, {}, amax);
       expect_same({block.encode, block.scale}, fp8_factors<F>(amax, true));
     }
+    const BlockScale any = scale_of_block<F>(ScaleRule::kBlock, ScaleRounding::kExact, {}, amax);
+    expect_same({any.encode, any.scale}, fp8_factors<F>(amax, false));
   }
 }
 
@@ -67,20 +69,27 @@ TYPED_TEST(RuleOfMx, ScalesInE8m0) {
     }
 }
 
+std::vector<std::pair<std::uint32_t, ScaleRule>> of_tensors_and_rows() {
+  std::vector<std::pair<std::uint32_t, ScaleRule>> all;
+  for (const std::uint32_t amax : amaxes())
+    for (const ScaleRule rule : {ScaleRule::kNvfp4, ScaleRule::kNvfp4Row})
+      all.emplace_back(amax, rule);
+  return all;
+}
+
 TEST(RuleOfNvfp4, ScalesInTwoLevels) {
   for (const auto& [rounding, want] : {std::pair{kDefault, Nvfp4Rounding::kNearest},
                                        {ScaleRounding::kUp, Nvfp4Rounding::kUp},
                                        {ScaleRounding::kPowerOfTwo, Nvfp4Rounding::kPowerOfTwo}})
-    for (const std::uint32_t amax : amaxes()) {
-      const TensorScale tensor = scale_of_tensor<E2M1>(ScaleRule::kNvfp4, rounding, amax);
+    for (const auto& [amax, rule] : of_tensors_and_rows()) {
+      const TensorScale tensor = scale_of_tensor<E2M1>(rule, rounding, amax);
       const Nvfp4Tensor level = nvfp4_tensor(amax, want);
       expect_same({tensor.encode, tensor.scale}, {level.encode, level.scale});
       for (const std::uint32_t of_block : {amax, amax / 2, 0u}) {
-        const BlockScale block =
-            scale_of_block<E2M1>(ScaleRule::kNvfp4, rounding, tensor, of_block);
+        const BlockScale block = scale_of_block<E2M1>(rule, rounding, tensor, of_block);
         EXPECT_EQ(block.code, nvfp4_block_scale(of_block, level.block_encode, want));
         expect_same(block.encode, nvfp4_encode_factor(block.code, level.scale));
-        EXPECT_EQ(has_zero_codes(ScaleRule::kNvfp4, block.code), block.code == 0);
+        EXPECT_EQ(has_zero_codes(rule, block.code), block.code == 0);
       }
     }
 }
@@ -90,6 +99,11 @@ TEST(ScaleRule, WhichScalesAreLeftToTheProduct) {
   EXPECT_TRUE(is_scaled_after_product(ScaleRule::kRow, ScaleRounding::kExact));
   EXPECT_FALSE(is_scaled_after_product(ScaleRule::kRow, kDefault));
   EXPECT_FALSE(is_scaled_after_product(ScaleRule::kBlock, kDefault));
+  EXPECT_FALSE(is_scaled_after_product(ScaleRule::kBlock, ScaleRounding::kExact));
+  EXPECT_FALSE(is_scaled_after_product(ScaleRule::kNvfp4Row, kDefault));
+  EXPECT_TRUE(has_fp32_values(ScaleRule::kBlock, ScaleRounding::kExact));
+  EXPECT_FALSE(has_fp32_values(ScaleRule::kBlock, kDefault));
+  EXPECT_FALSE(has_fp32_values(ScaleRule::kRow, ScaleRounding::kExact));
   EXPECT_FALSE(has_zero_codes(ScaleRule::kMx, 0));
 }
 

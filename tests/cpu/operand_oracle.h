@@ -285,8 +285,8 @@ class Quantizer {
       scale = mx_value(code);
       encode = static_cast<float>(1 / scale);
       out_.scale.push_back(code);
-    } else if (spec_.rule == ScaleRule::kNvfp4) {
-      const Nvfp4 tensor = nvfp4_tensor(active_amax(out_.amax[0], 0), spec_.scale_rounding);
+    } else if (spec_.rule == ScaleRule::kNvfp4 || spec_.rule == ScaleRule::kNvfp4Row) {
+      const Nvfp4 tensor = nvfp4_tensor(deciding_amax(r, amax), spec_.scale_rounding);
       unsigned code = spec_.scale_rounding == minifloat::ScaleRounding::kFourOverSix
                           ? nearer_of_two(r, c, amax, tensor)
                           : nvfp4_code(amax, tensor, spec_.scale_rounding);
@@ -404,7 +404,8 @@ class Quantizer {
     double v = magnitude > f.max_code ? double{kNan} : value(f, magnitude);
     if (code >= sign_bit) v = -v;
     const bool has_pending_factor = spec_.rule == minifloat::ScaleRule::kTensor ||
-                                    spec_.scale_rounding == minifloat::ScaleRounding::kExact;
+                                    (spec_.rule == minifloat::ScaleRule::kRow &&
+                                     spec_.scale_rounding == minifloat::ScaleRounding::kExact);
     const std::size_t i = at(r * x_.cols + c);
     out_.codes[i] = code;
     out_.values[i] = fl32(double{fl32(v * scale)} * tensor_scale);

@@ -17,13 +17,32 @@ namespace {
 
 // Returns every base with every rounding of its scale.
 const std::vector<std::string>& bases() {
-  static const std::vector<std::string> all = {
-      "e4m3/tensor",  "e5m2/tensor",       "e4m3/row",       "e4m3/row+exact",
-      "e4m3/1x128",   "e4m3/128x128",      "mxfp8",          "mxfp8+floor",
-      "mxfp8/e5m2",   "mxfp8/e5m2+floor",  "mxfp8/32x32",    "mxfp8/32x32+floor",
-      "mxfp4",        "mxfp4+floor",       "nvfp4",          "nvfp4+up",
-      "nvfp4+pow2",   "nvfp4/16x16",       "nvfp4/16x16+up", "nvfp4/16x16+pow2",
-      "nvfp4+4over6", "nvfp4/16x16+4over6"};
+  static const std::vector<std::string> all = {"e4m3/tensor",
+                                               "e5m2/tensor",
+                                               "e4m3/row",
+                                               "e4m3/row+exact",
+                                               "e4m3/1x128",
+                                               "e4m3/128x128",
+                                               "mxfp8",
+                                               "mxfp8+floor",
+                                               "mxfp8/e5m2",
+                                               "mxfp8/e5m2+floor",
+                                               "mxfp8/32x32",
+                                               "mxfp8/32x32+floor",
+                                               "mxfp4",
+                                               "mxfp4+floor",
+                                               "nvfp4",
+                                               "nvfp4+up",
+                                               "nvfp4+pow2",
+                                               "nvfp4/16x16",
+                                               "nvfp4/16x16+up",
+                                               "nvfp4/16x16+pow2",
+                                               "nvfp4+4over6",
+                                               "nvfp4/16x16+4over6",
+                                               "e4m3/1x128+exact",
+                                               "e4m3/128x128+exact",
+                                               "nvfp4/row",
+                                               "nvfp4/row+up"};
   return all;
 }
 

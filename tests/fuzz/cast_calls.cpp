@@ -12,7 +12,7 @@ Spec Draws::spec() {
   return spec_of({"e4m3/tensor", "e5m2/tensor+delayed", "e4m3/row", "e4m3/row+exact+rht",
                   "e4m3/1x128", "e4m3/128x128", "mxfp8", "mxfp8/e5m2+sr", "mxfp8/32x32", "mxfp4",
                   "mxfp4+floor+rht32", "nvfp4", "nvfp4/16x16+4over6", "nvfp4+sr+rht", "nvfp4+pow2",
-                  "nvfp4+eden"});
+                  "nvfp4+eden", "e4m3/1x128+exact", "e4m3/128x128+exact", "nvfp4/row+sr"});
 }
 Spec Draws::spec(const TensorRef& x) {
   Spec found = spec();
@@ -94,7 +94,7 @@ void add_operand(Call& call, const TensorRef& x, Operand& to, bool columnwise) {
                               : spec.has_blocks() ? x.batch * spec.scale_rows(rows) *
                                                         spec.scale_cols(cols) * spec.scale_bytes()
                                                   : 4 * amaxes;
-  if (!to.as_fp8 && call.one_in(2))
+  if (!to.as_fp8 && !spec.has_fp32_values() && call.one_in(2))
     call.optional("decoded", to.decoded, x.batch * rows * spec.padded_cols(cols));
   call.output("codes", to.codes, code_bytes);
   if (to.decoded) call.drop("codes null");  // the values alone

@@ -12,9 +12,9 @@ namespace minifloat::fuzz {
 namespace {
 
 // Draws an operand, perhaps in groups, with the memory that a cast would have written.
-void add_quantized(Call& call, Quantized& q, bool is_as_fp8 = false) {
+void add_quantized(Call& call, Quantized& q, bool (*fits)(const Spec&) = nullptr) {
   do q.spec = call.spec();
-  while (is_as_fp8 && !q.spec.is_fp4_by_powers_of_two());
+  while (fits && !fits(q.spec));
   const bool has_groups = !q.spec.has_blocks_2d() && call.one_in(3), along_cols = call.one_in(2);
   q.batch = has_groups ? 1 : call.below(3);
   q.rows = call.length(), q.cols = call.length();
@@ -39,7 +39,7 @@ void add_quantized(Call& call, Quantized& q, bool is_as_fp8 = false) {
   call.place("codes", q.codes, call.memory<std::uint8_t>(codes), is_read ? codes : 0, 1, false);
   call.place("scale", q.scale, call.memory<std::uint8_t>(scales * scale_bytes),
              is_read ? scales * scale_bytes : 0, scale_bytes, false);
-  if (q.spec.rule == ScaleRule::kNvfp4) call.input("amax", q.amax, q.parts());
+  if (q.spec.has_outer_amax()) call.input("amax", q.amax, q.factors());
   call.wrong("device, batch, rows, cols", q.device, q.batch, q.rows, q.cols);
   call.spoil_spec(q.spec);
 }
@@ -71,7 +71,7 @@ struct DecodeForProduct : Named<"decode_for_product"> {
   Quantized q;
   std::uint16_t* out;
   void draw(Call& call) {
-    add_quantized(call, q);
+    add_quantized(call, q, [](const Spec& spec) { return !spec.has_fp32_values(); });
     call.output("out", out, values_of(q));
     drop_part(call, "amax");
   }
@@ -84,7 +84,7 @@ struct TensorFactor : Named<"tensor_factor"> {
     add_quantized(call, q);
     call.drop("scale null"), call.drop("scale at");
     if (q.spec.rule == ScaleRule::kTensor) call.input("scale of parts", q.scale, q.parts(), 4);
-    call.output("out", out, q.parts());
+    call.output("out", out, q.factors());
     drop_part(call, "codes");
     std::erase_if(call.faults, [](const Fault& f) { return f.name.ends_with(" scale"); });
   }
@@ -110,7 +110,7 @@ struct Fp4AsFp8 : Named<"fp4_as_fp8"> {
     casts.resize(static_cast<std::size_t>(1 + call.below(2)));
     for (Fp4AsFp8Cast& cast : casts) {
       Quantized& q = cast.operand;
-      add_quantized(call, q, /*is_as_fp8=*/true);
+      add_quantized(call, q, [](const Spec& spec) { return spec.is_fp4_by_powers_of_two(); });
       const std::int64_t rows = (q.groups.unit > 0 ? q.groups.count : q.batch) * q.rows;
       call.output("codes out", cast.codes, q.batch * q.rows * q.spec.padded_cols(q.cols));
       call.output("row_scale", cast.row_scale, rows);

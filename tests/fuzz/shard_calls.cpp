@@ -121,7 +121,9 @@ struct Grid : Named<"amax_grid"> {
   Spec spec;
   std::int64_t rows, cols;
   void draw(Call& call) {
-    spec = call.spec(), rows = call.length(), cols = call.length();
+    do spec = call.spec();
+    while (spec.rule == ScaleRule::kNvfp4Row);
+    rows = call.length(), cols = call.length();
     call.spoil_spec(spec);
     call.wrong("rows, cols", rows, cols);
   }

@@ -42,7 +42,8 @@ def every_spec() -> dict[str, str]:
     """Returns recipes by name: every preset, MS-EDEN, and each plain spec with `+sr` and `+rht`."""
     recipes = {name: name for name in mf.presets()} | {"eden": EDEN}
     for spec in tables.plain_specs():
-        recipes[spec] = f"fprop={spec}*{spec} dgrad={spec}+sr*{spec} wgrad={spec}+sr+rht*{spec}+rht"
+        w = tables.of_weight(spec)
+        recipes[spec] = f"fprop={spec}*{w} dgrad={spec}+sr*{w} wgrad={spec}+sr+rht*{spec}+rht"
     return recipes
 
 

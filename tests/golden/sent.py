@@ -96,7 +96,7 @@ def runs() -> Iterator[tuple[str, Run]]:
     for spec in GRADIENTS:
         yield f"gradients {spec}", lambda mesh, line, spec=spec: send_gradients(mesh, line, spec)
     for spec in tables.plain_specs():
-        if is_nearest(spec):
+        if is_nearest(spec) and tables.of_weight(spec) == spec:
             yield f"masters {spec}", lambda mesh, line, spec=spec: cast_masters(line, spec)
 
 

@@ -49,6 +49,11 @@ def plain_specs() -> list[str]:
     return [s for s in specs() if not Spec.parse(s).is_stochastic and not Spec.parse(s).transform]
 
 
+def of_weight(spec: str) -> str:
+    """Returns the spec of a weight beside an operand: nvfp4/row is for tokens and gradients."""
+    return spec.replace("nvfp4/row", "nvfp4")
+
+
 def few_specs() -> list[str]:
     """Lists the plain specs, and each with `+sr` and a transform, where there is such a spec."""
     found = set(plain_specs())

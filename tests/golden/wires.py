@@ -83,7 +83,7 @@ def packed_rows(device: torch.device) -> Iterator[Case]:
 
 def shards(device: torch.device) -> Iterator[Case]:
     """Casts whole masters, and shards of masters one after the other, whose codes are merged."""
-    nearest = [spec for spec in tables.plain_specs() if is_nearest(spec)]
+    nearest = [s for s in tables.plain_specs() if is_nearest(s) and tables.of_weight(s) == s]
     pairs = [(spec, spec) for spec in nearest] + list(zip(nearest, nearest[3:] + nearest[:3]))
     for row, col in pairs:
         found: list[Tensor] = []

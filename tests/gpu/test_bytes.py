@@ -10,6 +10,7 @@ import itertools
 import pytest
 import torch
 from minifloat._native import ops
+from minifloat.spec import Spec
 
 from tests.gpu.sweep import (
     DTYPES,
@@ -39,8 +40,8 @@ pytestmark = pytest.mark.gpu
 
 KINDS = ["wide", "tiny", "huge", "sparse", "zeros", "special", "rare"]
 AMAXES = [0.0, 1e-45, 1e-40, 0.5, 3.0, 1e30, 3.4e38, float("inf"), float("nan")]
-ROW_BASES = [b for b in BASES if "/row" in b]
-TENSOR_BASES = [b for b in BASES if "/tensor" in b or b.startswith("nvfp4")]
+ROW_BASES = [b for b in BASES if Spec.parse(b).amax_of == "row"]
+TENSOR_BASES = [b for b in BASES if Spec.parse(b).amax_of == "tensor"]
 
 
 # ---- quantize ------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ def test_given_amax(device, base, flags):
 
 # A warp or a block a row, of one vec16 a thread or several, and rows that no team holds.
 @pytest.mark.parametrize("cols", [1, 47, 512, 520, 1024, 2048, 2064, 4096, 7168, 16384, 16400])
-@pytest.mark.parametrize("spec", ["e4m3/row", "e4m3/row+exact", "e4m3/row+sr"])
+@pytest.mark.parametrize("spec", ["e4m3/row", "e4m3/row+exact", "e4m3/row+sr", "nvfp4/row"])
 def test_amaxes_of_columns(device, spec, cols):
     for shape, dtype in itertools.product([(1, cols), (65, cols), (3, 70, cols)], DTYPES):
         for kind in ("wide", "special"):
@@ -294,7 +295,7 @@ def test_dequantize_and_decode(device, base, transform):
         require_same_op(device, ops.decode, (codes, scale, spec, cols))
 
 
-@pytest.mark.parametrize("base", [b for b in BASES if b.startswith("nvfp4")])
+@pytest.mark.parametrize("base", [b for b in TENSOR_BASES if b.startswith("nvfp4")])
 def test_dequantize_under_every_amax(device, base):
     for i, amax in enumerate(AMAXES):
         codes, scale, _ = random_operand(base, (33, 70), i)

@@ -47,7 +47,7 @@ def test_every_float_up_to_6_to_e2m1(cuda, sign):
 
 
 BLOCKS = [
-    *("mxfp8", "mxfp8+floor", "mxfp8/e5m2", "mxfp4", "e4m3/1x128"),
+    *("mxfp8", "mxfp8+floor", "mxfp8/e5m2", "mxfp4", "e4m3/1x128", "e4m3/1x128+exact"),
     *("nvfp4", "nvfp4+up", "nvfp4+pow2", "nvfp4+4over6"),
 ]
 

@@ -9,6 +9,7 @@ from minifloat._native import ops
 
 from tests.support.graphs import captured
 from tests.support.reuse_counts import casts, without_reuse
+from tests.support.specs import BLOCKS_RECIPE, ROWS_RECIPE
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +61,7 @@ class Case:
 
 
 @pytest.mark.parametrize("layout", ["column", "row"])
-@pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.parametrize("recipe", [*PRESETS, BLOCKS_RECIPE, ROWS_RECIPE])
 def test_equal_to_the_cpu_without_a_wait(cuda, recipe, layout):
     want = Case(recipe, "cpu", layout=layout, bias=layout == "row").run()
     case = Case(recipe, cuda, layout=layout, bias=layout == "row")
@@ -85,7 +86,7 @@ ODD_SIZES = [(72, 40), (20, 28), (28, 20), (33, 7), (7, 33), (1, 1), (128, 9), (
 
 @pytest.mark.parametrize("layout", ["column", "row"])
 @pytest.mark.parametrize(("k", "n"), ODD_SIZES)
-@pytest.mark.parametrize("recipe", ["bf16", MIXED, *PRESETS])
+@pytest.mark.parametrize("recipe", ["bf16", MIXED, *PRESETS, BLOCKS_RECIPE, ROWS_RECIPE])
 def test_sizes_that_engines_do_not_take(cuda, recipe, k, n, layout):
     want = Case(recipe, "cpu", layout=layout, bias=True, k=k, n=n).run()
     got = Case(recipe, cuda, layout=layout, bias=True, k=k, n=n).run()

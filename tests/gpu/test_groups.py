@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from minifloat._native import ops
+from minifloat.spec import Spec
 from torch import Tensor
 
 from tests.gpu.sweep import (
@@ -30,6 +31,7 @@ from tests.gpu.sweep import (
 )
 from tests.support.same_bits import require_same
 from tests.support.specs import BASES as ALL_BASES
+from tests.support.specs import has_bf16_values
 
 pytestmark = pytest.mark.gpu
 
@@ -41,8 +43,8 @@ def has_blocks_2d(spec: str) -> bool:
 BASES = [b for b in ALL_BASES if not has_blocks_2d(b)]
 PAIRS = [pair for pair in recipe_pairs() if not any(map(has_blocks_2d, pair))]
 FLAGS = ["", "+sr", "+rht", "+sr+rht", "+rht64", "+sr+rht128"]
-ROW_BASES = [b for b in BASES if "/row" in b]
-TENSOR_BASES = [b for b in BASES if "/tensor" in b or b.startswith("nvfp4")]
+ROW_BASES = [b for b in BASES if Spec.parse(b).amax_of == "row"]
+TENSOR_BASES = [b for b in BASES if Spec.parse(b).amax_of == "tensor"]
 FP4_AS_FP8 = ["mxfp4", "mxfp4+floor", "nvfp4+pow2"]
 
 # Ends of groups, and the rows of x: empty groups in every place, sizes around each unit, a last end
@@ -105,7 +107,7 @@ def written(name: str, out: Tensor, g: Grouped, spec: str, unit: int) -> Tensor:
     if side == "row":
         is_of_rows = part in ("codes", "decoded") or out.dim() == 2 or "/row" in spec
         return out[: g.end] if is_of_rows and out.dim() else out
-    if part == "amax" or out.dim() != 2 or ("/row" in spec and part == "scale"):
+    if part == "amax" or out.dim() != 2 or (spec.startswith("e4m3/row") and part == "scale"):
         return out
     length = unit * ((g.x.shape[0] + unit - 1) // unit + g.count)
     return out[:, : g.last_col(unit) * out.shape[1] // length]
@@ -123,6 +125,8 @@ def require_same_groups(
 ) -> None:
     """Compares quantize on the device with the CPU, each output inside of groups."""
     arguments: dict[str, Any] = {**STREAMS, "groups": g.table, "group_unit": unit, **kw}
+    for side, spec in (("decoded_row", row), ("decoded_col", col)):
+        arguments[side] = arguments.get(side, False) and has_bf16_values(spec)
     if is_stochastic(row) or is_stochastic(col):
         arguments["rng"] = rng_tensor()
     want = ops.quantize(g.x, row, col, **arguments)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tests.gpu.layer_cases import build, history, layer_data, require_close
 from tests.support.capability import assumed_capability
 from tests.support.same_bits import require_same
+from tests.support.specs import BLOCKS_RECIPE, ROWS_RECIPE
 
 pytestmark = pytest.mark.gpu
 
@@ -88,7 +89,7 @@ def require_close_layers(got: dict, want: dict, recipe: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.parametrize("recipe", [*PRESETS, BLOCKS_RECIPE, ROWS_RECIPE])
 def test_layer_is_the_cpus(device, recipe, size, dtype):
     data = layer_data(size, dtype)
     want, got = run_layer(torch.device("cpu"), recipe, data), run_layer(device, recipe, data)
@@ -100,7 +101,7 @@ def test_layer_is_the_cpus(device, recipe, size, dtype):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
-@pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.parametrize("recipe", [*PRESETS, BLOCKS_RECIPE, ROWS_RECIPE])
 def test_layer_by_the_engines_of_other_gpus(cuda, recipe, capability):
     """On Ampere all products are exact; on 8.9 those of FP8 by row, off the default stream."""
     data = layer_data(SIZES[0], torch.bfloat16)

@@ -27,6 +27,7 @@ from tests.support.expert_world import (
     require_same_results,
 )
 from tests.support.same_bits import require_same_bytes
+from tests.support.specs import BLOCKS_RECIPE, ROWS_RECIPE
 from tests.support.worlds import run_world
 
 UNITS = [16, 32, 64, 128]  # of groups along the contraction, by their row of the table
@@ -34,6 +35,7 @@ UNITS = [16, 32, 64, 128]  # of groups along the contraction, by their row of th
 FPROP, DGRAD, WGRAD_OF_W2, WGRAD_OF_W13 = 0, 2, 3, 5
 RHT = "mxfp4+rht*mxfp4+rht"
 WITH_TRANSFORM = f"fprop={RHT} dgrad={RHT} wgrad={RHT}"
+NEAREST = ROWS_RECIPE.replace("+sr", "")
 EXACT_SUMS = ["fp8_rowwise_gw_hp", "mxfp8", "fp8_blockwise"]
 
 
@@ -80,7 +82,7 @@ def require_codes(product: Product, whole: mf.MoE, sizes: list[int], first: int)
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rowwise_operands_are_those_of_one_process(ranks):
-    recipes = [*(RECIPES if ranks == 2 else FEW), WITH_TRANSFORM]
+    recipes = [*(RECIPES if ranks == 2 else FEW), WITH_TRANSFORM, BLOCKS_RECIPE, ROWS_RECIPE]
     run_world(ranks, check_codes, recipes, SIZES[:ranks])
 
 
@@ -109,7 +111,8 @@ def values_of(product: Product, codes: mf.tensor.Quantized) -> torch.Tensor:
 
 def check_columnwise(rank: int) -> None:
     """What wgrad reads is cast from the values of the codes that arrived, and from no other."""
-    for recipe in ("fp8_rowwise", "fp8_tensorwise", "mxfp8", "fp8_blockwise", WITH_TRANSFORM):
+    recipes = ("fp8_rowwise", "fp8_tensorwise", "mxfp8", "fp8_blockwise", WITH_TRANSFORM, NEAREST)
+    for recipe in recipes:
         _, found, _ = passes(built(recipe, fused_w13=True), [20, 13], dispatch="codes")
         for source, target, side in ((FPROP, WGRAD_OF_W13, 1), (DGRAD, WGRAD_OF_W2, 0)):
             product, wanted = found.products[source], found.products[target]

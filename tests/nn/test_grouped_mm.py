@@ -7,12 +7,16 @@ import pytest
 import torch
 from minifloat._native import ops
 
+from tests.support.specs import BLOCKS_RECIPE, ROWS_RECIPE
+
 PRESETS = mf.presets()
 MIXED = [
     "fprop=mxfp8*mxfp8 dgrad=bf16*bf16 wgrad=mxfp8*bf16",
     "fprop=bf16*nvfp4 dgrad=mxfp4*bf16 wgrad=bf16*bf16",
     "nvfp4+4over6",
     "e4m3/row+exact",
+    BLOCKS_RECIPE,
+    ROWS_RECIPE,
 ]
 SIZES = [0, 7, 33, 16, 0, 1, 129, 0]
 

@@ -8,12 +8,14 @@ from minifloat.recipe import operand_names
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.exact_sums import require_same_sums
-from tests.support.specs import EDEN_RECIPE, stream_of
+from tests.support.specs import BLOCKS_RECIPE, EDEN_RECIPE, ROWS_RECIPE, stream_of
 
 RECIPES = [
     *mf.presets(),
     "fprop=nvfp4+up*nvfp4/16x16+up dgrad=bf16*bf16 wgrad=mxfp8*e4m3/row+exact",
     EDEN_RECIPE,
+    BLOCKS_RECIPE,
+    ROWS_RECIPE,
     "fprop=nvfp4+eden*nvfp4+eden dgrad=mxfp8*mxfp8 wgrad=mxfp8*mxfp8",
 ]
 RNG = torch.tensor([17, 3, 12345])

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.support.fuzz_values import Arena, values
-from tests.support.specs import BASES, SPECS, flagged
+from tests.support.specs import BASES, SPECS, WEIGHT_BASES, flagged, has_bf16_values
 
 ops = torch.ops.minifloat
 FLOATS = (torch.float32, torch.bfloat16)
@@ -80,8 +80,8 @@ def weight(rng: Random, arena: Arena, shape: Any = None) -> mf.QuantizedTensor:
     """Makes a quantized weight in guarded memory, of one or two directions."""
     shape = shape or (rng.choice((16, 32, 48)), rng.choice((16, 32, 64)))
     x = values(rng, shape, rng.choice(FLOATS)).nan_to_num(0.5)
-    row = rng.choice(BASES)
-    col = rng.choice((None, row, rng.choice(BASES)))
+    row = rng.choice(WEIGHT_BASES)
+    col = rng.choice((None, row, rng.choice(WEIGHT_BASES)))
     whole = mf.QuantizedTensor.from_tensor(x, row, col)
     parts = [None if p is None else in_arena(arena, p) for p in (whole.rowwise, whole.columnwise)]
     return mf.QuantizedTensor(*parts, dtype=x.dtype)
@@ -117,7 +117,7 @@ def _quantize(rng: Random, arena: Arena) -> Call:
         given = has_amax and (rng.random() < 0.3 or "delayed" in spec)
         args[f"amax_{side}"] = arena.place(torch.ones(shape)) if given else None
         args[f"stream_{side}"] = rng.randrange(100)
-        args[f"decoded_{side}"] = rng.random() < 0.3
+        args[f"decoded_{side}"] = has_bf16_values(spec) and rng.random() < 0.3
         args[f"fp8_{side}"] = "fp4" in spec and rng.random() < 0.3
     args["rng"] = arena.place(torch.tensor([1, 2, 3][: rng.choice((2, 3))]))
     args["amaxes_of_columns"] = (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tests.support.fuzz_calls import Call, call, op_call, ops, with_backward
 from tests.support.fuzz_values import Arena, values
-from tests.support.specs import SPECS, flagged
+from tests.support.specs import SPECS, flagged, has_bf16_values
 
 FLOATS = (torch.float32, torch.bfloat16)
 FLAGS = ("", "+sr", "+rht", "+rht64", "+sr+rht128")
@@ -74,7 +74,7 @@ def _quantize(rng: Random, arena: Arena) -> Call:
         passed = has_amax and (rng.random() < 0.3 or "delayed" in spec)
         args[f"amax_{side}"] = arena.place(torch.ones(shape)) if passed else None
         args[f"stream_{side}"] = rng.randrange(100)
-        args[f"decoded_{side}"] = rng.random() < 0.3
+        args[f"decoded_{side}"] = has_bf16_values(spec) and rng.random() < 0.3
     args["group_unit"] = rng.choice((0, 16, 32, 64, 128))
     ids = torch.randint(0, 1 << 20, (rows,), dtype=torch.int32)
     args["row_ids"] = arena.place(ids) if rng.random() < 0.5 else None

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.support.fuzz_calls import Call, call, op_call, ops, quantized, weight
 from tests.support.fuzz_values import Arena, values
-from tests.support.specs import BASES, SPECS
+from tests.support.specs import SPECS, WEIGHT_BASES
 
 # ---- sharded masters -----------------------------------------------------------------------------
 
@@ -25,7 +25,7 @@ def _entries(rng: Random, arena: Arena) -> dict[str, list[Any]]:
         found[name] = []
     for i in range(rng.choice((1, 2))):
         rows, cols = rng.choice((1, 16, 33)), rng.choice((16, 32, 48))
-        spec = rng.choice(SPECS)
+        spec = rng.choice((*WEIGHT_BASES, "e4m3/tensor+delayed"))
         columnwise = rng.random() < 0.5
         master = values(rng, (rows, cols), torch.float32)
         amax = torch.ones(()) if "delayed" in spec else None
@@ -199,7 +199,7 @@ def _wire_layout(rng: Random, arena: Arena) -> Call:
 @call("mf.QuantizedTensor")
 def _quantized_tensor(rng: Random, arena: Arena) -> Call:
     """Rebuilds a weight as torch.load does, then reads, copies, writes and multiplies it."""
-    q = quantized(rng, arena, rng.choice(BASES))
+    q = quantized(rng, arena, rng.choice(WEIGHT_BASES))
 
     def run(rowwise: Any, columnwise: Any, dtype: Any, requires_grad: Any) -> None:
         w = _rebuild_tensor(rowwise, columnwise, dtype, requires_grad, False).detach()

@@ -92,7 +92,7 @@ def cast_rows(x, spec, groups, given_amax, ids, random) -> Operand:
     p = oracle.parse(spec)
     rows, cols = x.shape
     padded = cols + -cols % p.points if p.points else cols
-    has_row, has_blocks = p.rule == "row", p.block != (0, 0)
+    has_row, has_blocks = p.has_rows, p.block != (0, 0)
     of_tensor = (rows,) if has_row else (len(groups),)
     blocks = (rows, -(-padded // p.block[1])) if has_blocks else of_tensor
     code_cols = -(-padded // 2) if p.elements is oracle.E2M1 else padded
@@ -104,7 +104,7 @@ def cast_rows(x, spec, groups, given_amax, ids, random) -> Operand:
         part = (of_rows if has_row else e,)
         given = None if given_amax is None else given_amax[part]
         if group.begin == group.end:  # an amax of 0, but no row of codes
-            if p.rule in ("tensor", "nvfp4"):
+            if amax is not None and not has_row:
                 current = "delayed" in p.flags or given is None
                 amax.put(part, F32(0) if current else given)
             if p.rule == "tensor":
@@ -125,7 +125,7 @@ def cast_columns(x, spec, groups, given_amax, total, first_expert, random) -> Op
     """Casts groups along the contraction dimension. total: the columns of the operand."""
     p = oracle.parse(spec)
     rows, bits, width = x.shape[1], p.elements.bits, p.block[1]
-    of_tensor = (len(groups), rows) if p.rule == "row" else (len(groups),)
+    of_tensor = (len(groups), rows) if p.has_rows else (len(groups),)
     codes = Written.nothing((rows, total * bits // 8), np.uint8)
     scale = Written.nothing(
         (rows, total // width) if width else of_tensor,

@@ -153,6 +153,7 @@ class Parsed:
     rule: str  # tensor row block mx nvfp4
     block: tuple[int, int]
     flags: tuple[str, ...]
+    has_rows: bool = False  # each row has an amax of its own
 
     @property
     def points(self) -> int:
@@ -169,11 +170,13 @@ def parse(spec: str) -> Parsed:
         elements = E2M1 if name == "mxfp4" else E5M2 if "e5m2" in rest else E4M3
         block = (32, 32) if "32x32" in rest else (1, 32)
         return Parsed(elements, "mx", block, tuple(flags))
+    if rest == ["row"] and name == "nvfp4":
+        return Parsed(E2M1, "nvfp4", (1, 16), tuple(flags), True)
     if name == "nvfp4":
         return Parsed(E2M1, "nvfp4", (16, 16) if rest else (1, 16), tuple(flags))
     elements = E5M2 if name == "e5m2" else E4M3
     if rest[0] in ("tensor", "row"):
-        return Parsed(elements, rest[0], (0, 0), tuple(flags))
+        return Parsed(elements, rest[0], (0, 0), tuple(flags), rest[0] == "row")
     rows, cols = rest[0].split("x")
     return Parsed(elements, "block", (int(rows), int(cols)), tuple(flags))
 
@@ -362,12 +365,22 @@ def quantize(
             factor, scale = fp8_factors(amax, p.elements.max, "exact" not in p.flags)
             factor = np.broadcast_to(factor[:, None], shape)
         elif p.rule == "block":
-            factor, scale = fp8_factors(block_amax(x, p.block), p.elements.max, True)
+            power_of_two = "exact" not in p.flags
+            factor, scale = fp8_factors(block_amax(x, p.block), p.elements.max, power_of_two)
             factor = spread(factor, p.block, shape)
         elif p.rule == "mx":
             scale = mx_codes(block_amax(x, p.block), p.elements, "floor" in p.flags)
             inverse = np.ldexp(F32(1), 127 - scale.astype(np.int32))
             factor = spread(np.where(scale == 255, F32(np.nan), inverse), p.block, shape)
+        elif p.rule == "nvfp4" and p.has_rows:
+            amax = largest(x, 1) if given_amax is None else np.asarray(given_amax, F32)
+            rows = [nvfp4_scales(x[i : i + 1], amax[i], p.block, p.flags) for i in range(len(x))]
+            s = np.array([row[0] for row in rows], F32).reshape(-1, 1)
+            empty = np.zeros((0, -(-shape[1] // 16)), np.uint8)
+            scale = np.concatenate([empty, *(row[1] for row in rows)])
+            block = decode(scale, E4M3)
+            enc = np.minimum(F32(1) / (block * (F32(1) / s)), FLT_MAX)
+            factor, zero = (spread(t, p.block, shape) for t in (enc, block == 0))
         else:
             amax = largest(x) if given_amax is None else np.asarray(given_amax, F32)
             corrections = None

@@ -10,6 +10,8 @@ BASES = [
     "e4m3/row+exact",
     "e4m3/1x128",
     "e4m3/128x128",
+    "e4m3/1x128+exact",
+    "e4m3/128x128+exact",
     "mxfp8",
     "mxfp8+floor",
     "mxfp8/e5m2",
@@ -26,12 +28,29 @@ BASES = [
     "nvfp4/16x16+pow2",
     "nvfp4+4over6",
     "nvfp4/16x16+4over6",
+    "nvfp4/row",
+    "nvfp4/row+up",
 ]
 # The same, delayed scaling, which needs an amax from the caller, and MS-EDEN, which needs random
 # bits and takes no further flags.
+WEIGHT_BASES = [spec for spec in BASES if not spec.startswith("nvfp4/row")]  # of any matrix
 SPECS = [*BASES, "e4m3/tensor+delayed", "nvfp4+eden"]
 
 EDEN_RECIPE = "fprop=nvfp4*nvfp4/16x16 dgrad=nvfp4+eden*nvfp4+eden wgrad=nvfp4+eden*nvfp4+eden"
+# DeepSeek-V3's blocks, and tokens whose codes depend on no other token.
+BLOCKS_RECIPE = (
+    "fprop=e4m3/1x128+exact*e4m3/128x128+exact dgrad=e4m3/1x128+exact*e4m3/128x128+exact "
+    "wgrad=e4m3/1x128+exact*e4m3/1x128+exact"
+)
+ROWS_RECIPE = (
+    "fprop=nvfp4/row*nvfp4/16x16 dgrad=nvfp4/row+sr*nvfp4/16x16 "
+    "wgrad=nvfp4/row+sr+rht*nvfp4/row+rht"
+)
+
+
+def has_bf16_values(spec: str) -> bool:
+    """Whether bf16 holds the values of codes, so that a cast can write them."""
+    return "x128" not in spec or "+exact" not in spec
 
 
 def flagged(spec: str, flags: str) -> str:

@@ -93,7 +93,7 @@ def written(name: str, out: Tensor, spec: str, table: Tensor | None, rows: int) 
     if side == "row":
         is_of_rows = part in ("codes", "decoded") or out.dim() == 2 or "/row" in spec
         return out[: int(table[0, -1])] if is_of_rows and out.dim() else out
-    if part == "amax" or out.dim() != 2 or ("/row" in spec and part == "scale"):
+    if part == "amax" or out.dim() != 2 or (spec.startswith("e4m3/row") and part == "scale"):
         return out
     unit = least_unit(spec)
     length = unit * ((rows + unit - 1) // unit + table.shape[1] - 1)

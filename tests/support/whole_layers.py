@@ -15,7 +15,7 @@ BATCH, TOKENS = 2, 128  # 32 tokens a rank in each of a batch, over 4 ranks
 
 def sizes(recipe):
     """Returns (N, K): 128 a rank for 128-blocks and transforms of 128 points, else 32."""
-    unit = 128 if "blockwise" in recipe or "eden" in recipe else 32
+    unit = 128 if any(name in recipe for name in ("blockwise", "x128", "eden")) else 32
     return 4 * unit, 8 * unit
 
 

@@ -37,10 +37,10 @@ def grouped_values(kind, rows, cols, last_end, seed=0):
 
 def passed_amax(spec, rows, cols, count, columnwise):
     """Returns an active amax of each group for a spec that needs one, else None."""
-    if "delayed" not in spec and "exact" not in spec:
+    if "delayed" not in spec and "row+exact" not in spec:
         return None
     of_rows = (count, cols) if columnwise else (rows,)
-    shape = of_rows if oracle.parse(spec).rule == "row" else (count,)
+    shape = of_rows if oracle.parse(spec).has_rows else (count,)
     return torch.linspace(0.25, 6, int(np.prod(shape))).reshape(shape)
 
 
@@ -214,7 +214,7 @@ def test_no_groups_at_all(spec):
     table = mf.tensor.group_table(int32([]), 40)
     assert table.tolist() == [[0]] * 5
     x = torch.full((40, 36), float("nan"))
-    kind = oracle.parse(spec).rule
+    parsed = oracle.parse(spec)
     for columnwise in (False, True):
         amax = passed_amax(spec, 40, 36, 0, columnwise)
         q = mf.tensor.quantize(x, spec, columnwise=columnwise, groups=table, amax=amax)
@@ -223,10 +223,10 @@ def test_no_groups_at_all(spec):
         assert q.shape == ((36, total) if columnwise else (40, 36))
         padded = 36 + -36 % max(oracle.parse(spec).points, 1)  # of whole transforms
         assert mf.tensor.dequantize(q).shape == ((36, total) if columnwise else (40, padded))
-        if kind in ("tensor", "nvfp4"):
+        if parsed.rule in ("tensor", "nvfp4") and not parsed.has_rows:
             assert q.amax.shape == (0,)
             assert mf.tensor.amax(x, spec, columnwise=columnwise, groups=table).shape == (0,)
-        if kind == "row":
+        if parsed.has_rows:
             assert q.amax.shape == ((0, 36) if columnwise else (40,))
 
 
@@ -263,7 +263,7 @@ def test_each_group_is_the_dense_cast_of_its_rows(spec, flag):
         rows = slice(group.begin, group.end)
         one = mf.tensor.quantize(x[rows], spec, amax=amax, seed=1, origin=(group.begin, 0))
         assert same_bytes(row.codes[rows], one.codes)
-        of_rows = oracle.parse(spec).rule == "row" or oracle.parse(spec).block[1]
+        of_rows = oracle.parse(spec).has_rows or oracle.parse(spec).block[1]
         assert same_bytes(row.scale[rows] if of_rows else row.scale[e], one.scale)
         if one.amax.shape != (0,):
             assert same_bytes(row.amax[rows] if one.amax.dim() else row.amax[e], one.amax)

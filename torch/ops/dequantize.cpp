@@ -84,9 +84,10 @@ View quantized_view(const char* op, const Spec& spec, const Tensor& codes, const
   TORCH_CHECK_VALUE(is_scale_dtype(scale.scalar_type(), spec) && scale.numel() == scales, op,
                     ": expected ", scales, " scales of ", scale_dtype(spec), " for ", spec.str(),
                     ", got ", scale.numel(), " of ", scale.scalar_type());
-  if (spec.rule == ScaleRule::kNvfp4 && amax.defined()) {
-    TORCH_CHECK_VALUE(amax.scalar_type() == at::kFloat && amax.numel() == q.parts(), op,
-                      ": expected ", q.parts(), " float32 tensor amaxes, got ", amax.numel(),
+  if (spec.has_outer_amax() && amax.defined()) {
+    TORCH_CHECK_VALUE(amax.scalar_type() == at::kFloat && amax.numel() == q.factors(), op,
+                      ": expected ", q.factors(), " float32 amaxes, one a ",
+                      spec.has_row_amax() ? "row" : "matrix or group", ", got ", amax.numel(),
                       " of ", amax.scalar_type());
     view.amax = amax.contiguous();
     q.amax = view.amax.const_data_ptr<float>();
@@ -117,7 +118,8 @@ Tensor dequantize_kernel(const Tensor& codes, const Tensor& scale, const Tensor&
 
 Tensor empty_decoded(const Tensor& codes, const Tensor& scale, const Spec& spec, const SymInt& cols,
                      const torch_ops::Groups& groups) {
-  return empty_values("decode", codes, scale, Tensor(), spec, cols, groups, at::kBFloat16);
+  return empty_values("decode", codes, scale, Tensor(), spec, cols, groups,
+                      spec.has_fp32_values() ? at::kFloat : at::kBFloat16);
 }
 
 Tensor decode_meta(const Tensor& codes, const Tensor& scale, const std::string& spec, SymInt cols,
@@ -194,8 +196,11 @@ Tensor direct_decode(const Tensor& codes, const Tensor& scale, const Spec& spec,
   const Tensor out = empty_decoded(codes, scale, spec, cols, groups);
   const View view = quantized_view("decode", spec, codes, scale, Tensor(), cols, groups);
   bridge::with_value_errors([&] {
-    decode_for_product(view.q, static_cast<std::uint16_t*>(out.mutable_data_ptr()),
-                       bridge::ExecutionOn(codes));
+    const bridge::ExecutionOn here(codes);
+    if (spec.has_fp32_values())
+      dequantize(view.q, DType::kFloat32, out.mutable_data_ptr(), here);
+    else
+      decode_for_product(view.q, static_cast<std::uint16_t*>(out.mutable_data_ptr()), here);
   });
   return out;
 }

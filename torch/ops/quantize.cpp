@@ -150,6 +150,9 @@ void check_direction(const Tensor& x, const DirectionArguments& d, const Quantiz
                     " has blocks of several rows, which the end of a group would cut; expected a "
                     "spec with blocks of one row for values in groups");
   if (d.as_fp8) check_is_written_as_fp8(d);
+  TORCH_CHECK_VALUE(!d.spec || !d.decoded || !d.spec->has_fp32_values(),
+                    "quantize: expected decoded values that bf16 holds, got those of ",
+                    d.spec->str(), ", which are fp32");
   if (!d.active_amax) return;
   TORCH_CHECK_VALUE(d.spec.has_value(), "quantize: expected no amax of a direction without a spec");
   const bool takes_amax = d.spec->has_tensor_amax() || d.spec->has_row_amax();

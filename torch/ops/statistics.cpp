@@ -215,7 +215,7 @@ Tensor statistics_kernel(at::TensorList x, const std::string& text, bool columnw
   const auto [y, values, largest, scales] =
       cast_each(x, spec, columnwise, amax, rng, stream, batch_index);
   Tensor saturated = y.abs().gt(largest.mul(1 + kRoundings));
-  if (spec.rule == ScaleRule::kNvfp4) saturated.logical_and_(largest > 0);  // a scale may be 0
+  if (spec.has_outer_amax()) saturated.logical_and_(largest > 0);  // a scale may be 0
 
   // Channels are the columns of x as it lies, untransformed.
   const Tensor plain = spec.transform ? stacked(x).to(at::kFloat) : y;

@@ -31,7 +31,8 @@ const char* name_of(ScaleRule rule) {
     case ScaleRule::kRow: return "row";
     case ScaleRule::kBlock: return "block";
     case ScaleRule::kMx: return "mx";
-    case ScaleRule::kNvfp4: break;
+    case ScaleRule::kNvfp4:
+    case ScaleRule::kNvfp4Row: break;
   }
   return "nvfp4";
 }

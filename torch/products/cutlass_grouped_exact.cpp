@@ -11,7 +11,8 @@ namespace cutlass_grouped_exact {
 
 // Operands that are both bf16 have no factors: torch's product is as exact.
 bool supports(const Product& product, int capability) {
-  return capability == kHopper && has_grouped_products() && !product.is_bf16();
+  return capability == kHopper && has_grouped_products() && !product.is_bf16() &&
+         !product.a.has_fp32_values() && !product.b.has_fp32_values();
 }
 
 // Along the contraction dimension an operand under bf16 is not padded as the other is.

@@ -114,7 +114,11 @@ struct PlannedProduct {
   int capability;
   const Engine& engine;
 
-  bool reads_values() const { return engine.reads_values; }
+  // Returns whether casts write decoded values for the product: in bf16. It decodes fp32 values
+  // itself.
+  bool reads_values() const {
+    return engine.reads_values && !product.a.has_fp32_values() && !product.b.has_fp32_values();
+  }
   // Returns the engine, or the next one that accepts the sizes.
   const Engine& engine_for(const ProductShape& shape) const {
     return engine.takes(product, capability, shape) ? engine

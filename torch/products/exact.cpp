@@ -15,7 +15,8 @@ Decoded decoded_of(const Spec& spec, const Codes& in, const c10::SymInt& cols,
 ExactSide side_of(const Spec& spec, const Decoded& in) {
   ExactSide side = {.values = in.values, .factor = {}, .row_factors = {}};
   if (spec.has_tensor_amax()) side.factor = {&spec, in.scale, in.amax};
-  if (has_row_factors(spec)) side.row_factors = in.scale;
+  if (has_row_factors(spec))
+    side.row_factors = spec.has_blocks() ? tensor_factor_of(spec, in.scale, in.amax) : in.scale;
   return side;
 }
 

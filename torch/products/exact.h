@@ -9,10 +9,10 @@ namespace minifloat::torch_ops {
 
 // One operand of an exact product.
 struct ExactSide {
-  Tensor values;  // bf16 (rows, k), or the operand itself under bf16
+  Tensor values;  // bf16 or fp32 (rows, k)
   // The pending factors; undefined: none.
   std::optional<TensorFactor> factor;  // of the whole operand, or of each group
-  Tensor row_factors;                  // fp32 (rows), where a row scale is no power of two
+  Tensor row_factors;                  // fp32 (rows): has_row_factors
 };
 
 // Decodes an operand that is not decoded. groups: of its rows or columns; none where it is one

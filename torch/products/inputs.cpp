@@ -11,7 +11,7 @@ namespace {
 
 using c10::SymInt;
 
-// Requires `count` scales of the expected dtype and shape: is_right. what: the scales, for errors.
+// Requires `count` numbers of the expected dtype and shape: is_right. what: the scales, for errors.
 void check_scale(const char* name, const Spec& spec, const Tensor& scale, bool is_right,
                  const SymInt& count, const char* what, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(scale.defined() && is_right && scale.sym_numel() == count,
@@ -19,11 +19,13 @@ void check_scale(const char* name, const Spec& spec, const Tensor& scale, bool i
                     spec.str(), ", got ", scale.sym_numel(), " of ", scale.scalar_type());
 }
 
-void check_row_scale(const char* name, const Spec& spec, const Tensor& scale, const SymInt& rows,
-                     const InputSizes& sizes) {
+// what: the numbers, for errors
+void check_row_numbers(const char* name, const Spec& spec, const Tensor& of_rows,
+                       const SymInt& rows, const InputSizes& sizes, const char* what) {
   const bool is_matrix = sizes.matrices || sizes.is_along_contraction;
-  const bool is_right = scale.scalar_type() == at::kFloat && scale.dim() == (is_matrix ? 2 : 1);
-  check_scale(name, spec, scale, is_right, rows, " row scales of ", at::kFloat);
+  const bool is_right = of_rows.defined() && of_rows.scalar_type() == at::kFloat &&
+                        of_rows.dim() == (is_matrix ? 2 : 1);
+  check_scale(name, spec, of_rows, is_right, rows, what, at::kFloat);
 }
 
 // Returns the number of scales of a cast. rows: with those of every matrix
@@ -37,7 +39,8 @@ SymInt scale_count(const Spec& spec, const Tensor& codes, const SymInt& rows,
 
 bool is_form_of(const Spec& spec, const ProductInput& input, at::ScalarType dtype) {
   if (std::holds_alternative<Codes>(input)) return dtype == at::kByte;
-  if (std::holds_alternative<Decoded>(input)) return dtype == at::kBFloat16;
+  if (std::holds_alternative<Decoded>(input))
+    return dtype == (spec.has_fp32_values() ? at::kFloat : at::kBFloat16);
   return dtype == at::kFloat8_e4m3fn && spec.is_fp4_by_powers_of_two();
 }
 
@@ -76,8 +79,9 @@ void check_input(const char* name, const Spec& spec, const ProductInput& input,
   TORCH_CHECK_VALUE(!spec.is_bf16() || bridge::is_value_dtype(dtype), "scaled_mm: expected ", name,
                     " in float32 or bfloat16, as it is bf16 in the product, got ", dtype);
   TORCH_CHECK_VALUE(spec.is_bf16() || is_form_of(spec, input, dtype), "scaled_mm: ", name,
-                    ": expected uint8 codes or their bfloat16 values for ", spec.str(), ", got ",
-                    dtype);
+                    ": expected uint8 codes or their ",
+                    spec.has_fp32_values() ? at::kFloat : at::kBFloat16, " values for ", spec.str(),
+                    ", got ", dtype);
   bridge::check_sizes("scaled_mm", name, *elements);
   const bool is_packed = std::holds_alternative<Codes>(input);
   const SymInt& k = spec.is_bf16() ? sizes.values_k : sizes.k;
@@ -92,8 +96,10 @@ void check_input(const char* name, const Spec& spec, const ProductInput& input,
   if (is_packed)
     check_scale(name, spec, *scale, is_scale_dtype(scale->scalar_type(), spec),
                 scale_count(spec, *elements, rows, sizes), " scales of ", scale_dtype(spec));
-  else if (std::holds_alternative<Fp4AsFp8>(input) || has_row_factors(spec))
-    check_row_scale(name, spec, *scale, rows, sizes);
+  else if (std::holds_alternative<Fp4AsFp8>(input) || (has_row_factors(spec) && !spec.has_blocks()))
+    check_row_numbers(name, spec, *scale, rows, sizes, " row scales of ");
+  if (spec.has_row_amax() && spec.has_blocks())
+    check_row_numbers(name, spec, *amax, rows, sizes, " row amaxes of ");
   check_tensor_factor("scaled_mm", name, spec, *scale, *amax,
                       sizes.matrices.value_or(sizes.groups.value_or(SymInt(1))));
 }

@@ -27,7 +27,7 @@ struct Codes {
 
 // Codes times block scales, as the exact product reads them.
 struct Decoded {
-  Tensor values;  // bf16 (rows, padded_cols)
+  Tensor values;  // bf16, or fp32 under Spec::has_fp32_values, (rows, padded_cols)
   // As in Codes. Tensor scales and exact row scales are pending factors of the product.
   Tensor scale, amax;
 };
@@ -72,9 +72,10 @@ struct InputSizes {
 void check_input(const char* name, const Spec& spec, const ProductInput& input,
                  const InputSizes& sizes);
 
-// Whether the row scales are a pending factor of decoded values.
+// Whether scales of rows are a pending factor of decoded values: stored, or those of amaxes.
 inline bool has_row_factors(const Spec& spec) {
-  return spec.rule == ScaleRule::kRow && spec.scale_rounding == ScaleRounding::kExact;
+  return spec.has_row_amax() &&
+         (spec.has_blocks() || is_scaled_after_product(spec.rule, spec.scale_rounding));
 }
 
 }  // namespace minifloat::torch_ops

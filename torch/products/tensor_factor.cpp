@@ -21,13 +21,15 @@ void check_tensor_factor(const char* op, const char* name, const Spec& spec, con
 
 Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax) {
   const Tensor& number = spec.rule == ScaleRule::kTensor ? scale : amax;
-  const auto shape = number.numel() == 1 ? at::IntArrayRef() : number.sizes();
+  const bool is_of_rows = spec.has_row_amax();
+  const auto shape = number.numel() == 1 && !is_of_rows ? at::IntArrayRef() : number.sizes();
   if (spec.rule == ScaleRule::kTensor) return direct_view(scale.contiguous(), at::kFloat, shape);
   const Tensor contiguous = amax.contiguous(), out = direct_empty(amax, shape, at::kFloat);
   bridge::with_value_errors([&] {
     const Quantized q = {.spec = spec,
                          .amax = contiguous.const_data_ptr<float>(),
-                         .batch = amax.numel(),
+                         .batch = is_of_rows ? 1 : amax.numel(),
+                         .rows = is_of_rows ? amax.numel() : 0,
                          .device = bridge::backend_of(amax)};
     tensor_factor(q, out.mutable_data_ptr<float>(), bridge::ExecutionOn(amax));
   });

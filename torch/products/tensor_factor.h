@@ -20,7 +20,7 @@ void check_tensor_factor(const char* op, const char* name, const Spec& spec, con
                          const Tensor& amax, const c10::SymInt& count = 1);
 
 // Returns the tensor scales under a spec with a tensor amax: fp32 (), or (groups), on the device of
-// amax.
+// amax; under a spec with blocks and an amax of each row the rows' scales, shaped as amax.
 Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax);
 
 // A tensor scale that is still to be computed, from the scale or the amax of an operand.

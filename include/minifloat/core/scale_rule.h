@@ -4,6 +4,7 @@
 //
 //     amax of the tensor   --scale_of_tensor-->  TensorScale      kTensor, kNvfp4
 //     amax of a row        --fp32_factors----->  ScaleFactors     kRow
+//                          --scale_of_tensor-->  TensorScale      kNvfp4Row
 //     amax of a block      --scale_of_block--->  BlockScale       any rule
 #pragma once
 
@@ -15,14 +16,31 @@
 
 namespace minifloat {
 
+// The format of a block's scale.
+enum class BlockRule : std::uint8_t { kNone, kFloat32, kE8m0, kE4m3 };
+// What an fp32 scale beside those of blocks, or without them, belongs to.
+enum class OuterScale : std::uint8_t { kNone, kTensor, kRow };
+
+// A block rule and an outer scale, packed: kernels are compiled for one.
+constexpr std::uint8_t scale_rule(BlockRule block, OuterScale outer) {
+  return static_cast<std::uint8_t>(static_cast<int>(block) * 4 + static_cast<int>(outer));
+}
 enum class ScaleRule : std::uint8_t {
-  kNone,    // bf16
-  kTensor,  // fp32, one a matrix
-  kRow,     // fp32, one a row
-  kBlock,   // fp32 power of two, one a block
-  kMx,      // E8M0, one a block
-  kNvfp4,   // E4M3, one a block; fp32, one a matrix
+  kNone = scale_rule(BlockRule::kNone, OuterScale::kNone),      // bf16
+  kTensor = scale_rule(BlockRule::kNone, OuterScale::kTensor),  // fp32, one a matrix
+  kRow = scale_rule(BlockRule::kNone, OuterScale::kRow),        // fp32, one a row
+  kBlock = scale_rule(BlockRule::kFloat32, OuterScale::kNone),  // fp32, one a block
+  kMx = scale_rule(BlockRule::kE8m0, OuterScale::kNone),        // E8M0, one a block
+  kNvfp4 =
+      scale_rule(BlockRule::kE4m3, OuterScale::kTensor),  // E4M3, one a block; fp32, one a matrix
+  kNvfp4Row = scale_rule(BlockRule::kE4m3, OuterScale::kRow),  // E4M3, one a block; fp32, one a row
 };
+MINIFLOAT_HD constexpr BlockRule block_rule(ScaleRule rule) {
+  return static_cast<BlockRule>(static_cast<int>(rule) / 4);
+}
+MINIFLOAT_HD constexpr OuterScale outer_scale(ScaleRule rule) {
+  return static_cast<OuterScale>(static_cast<int>(rule) % 4);
+}
 
 // A rounding of the scale that differs from the rule's default.
 enum class ScaleRounding : std::uint8_t {
@@ -38,18 +56,23 @@ enum class ScaleRounding : std::uint8_t {
 // ---- Questions about a rule ---------------------------------------------------------------------
 // Returns whether fp32 scales are powers of two.
 MINIFLOAT_HD constexpr bool is_power_of_two(ScaleRule rule, ScaleRounding rounding) {
-  return rule == ScaleRule::kBlock ||
-         (rule == ScaleRule::kRow && rounding != ScaleRounding::kExact);
+  return (rule == ScaleRule::kBlock || rule == ScaleRule::kRow) &&
+         rounding != ScaleRounding::kExact;
 }
-// Returns whether an exact product reads codes alone, because their fp32 scale has too many bits
-// for bf16.
+// Returns whether an exact product reads codes alone, because the fp32 scale of the tensor or of a
+// row has too many bits for bf16.
 MINIFLOAT_HD constexpr bool is_scaled_after_product(ScaleRule rule, ScaleRounding rounding) {
-  return rule == ScaleRule::kTensor ||
-         (rule == ScaleRule::kRow && rounding == ScaleRounding::kExact);
+  return block_rule(rule) == BlockRule::kNone && outer_scale(rule) != OuterScale::kNone &&
+         !is_power_of_two(rule, rounding);
+}
+// Returns whether an exact product reads fp32 values, because a block's scale has too many bits for
+// bf16.
+MINIFLOAT_HD constexpr bool has_fp32_values(ScaleRule rule, ScaleRounding rounding) {
+  return block_rule(rule) == BlockRule::kFloat32 && !is_power_of_two(rule, rounding);
 }
 // Returns whether the codes of a block are zero, without signs, whatever its values.
 MINIFLOAT_HD constexpr bool has_zero_codes(ScaleRule rule, std::uint32_t scale_code) {
-  return rule == ScaleRule::kNvfp4 && scale_code == 0;
+  return block_rule(rule) == BlockRule::kE4m3 && scale_code == 0;
 }
 MINIFLOAT_HD constexpr Nvfp4Rounding nvfp4_rounding(ScaleRounding rounding) {
   if (rounding == ScaleRounding::kUp) return Nvfp4Rounding::kUp;
@@ -80,14 +103,14 @@ MINIFLOAT_HD constexpr ScaleFactors fp32_factors(ScaleRule rule, ScaleRounding r
   return fp8_factors<F>(amax, is_power_of_two(rule, rounding));
 }
 
-// The scale of a whole matrix.
+// The scale of a whole matrix, or of a row beside those of its blocks.
 struct TensorScale {
-  float encode;        // kTensor: the factor of elements; kNvfp4: S
-  float scale;         // the reciprocal: the tensor factor of a product
-  float block_encode;  // kNvfp4: amax of a block -> its scale before rounding
-  float amax;          // kNvfp4
+  float encode;        // kTensor: the factor of elements; blocks: S
+  float scale;         // the reciprocal: the factor of a product
+  float block_encode;  // blocks: amax of one -> its scale before rounding
+  float amax;          // blocks
 };
-// Returns the scale of a matrix; zeros under a rule that has none.
+// Returns the scale; zeros under a rule that has none.
 template <class F>
 MINIFLOAT_HD constexpr TensorScale scale_of_tensor(ScaleRule rule, ScaleRounding rounding,
                                                    std::uint32_t amax) {
@@ -97,7 +120,7 @@ MINIFLOAT_HD constexpr TensorScale scale_of_tensor(ScaleRule rule, ScaleRounding
       return {factors.encode, factors.scale, 0.0f, 0.0f};
     }
   } else {
-    if (rule == ScaleRule::kNvfp4) {
+    if (block_rule(rule) == BlockRule::kE4m3) {
       const Nvfp4Tensor tensor = nvfp4_tensor(amax, nvfp4_rounding(rounding));
       return {tensor.encode, tensor.scale, tensor.block_encode, bit_cast<float>(amax)};
     }
@@ -144,14 +167,14 @@ MINIFLOAT_HD constexpr typename Equations::Block scale_of_block(
     ScaleRule rule, ScaleRounding rounding, const typename Equations::Tensor& tensor,
     std::uint32_t amax) {
   if constexpr (F::kBits == 4) {
-    if (rule == ScaleRule::kNvfp4) return Equations::nvfp4(rounding, tensor, amax);
+    if (block_rule(rule) == BlockRule::kE4m3) return Equations::nvfp4(rounding, tensor, amax);
   } else {
     if (rule == ScaleRule::kTensor) return {0, 1.0f, tensor.encode};
     if (rule == ScaleRule::kRow || rule == ScaleRule::kBlock) {
-      if (!is_power_of_two(rule, rounding))
-        return {0, 1.0f, fp32_factors<F>(rule, rounding, amax).encode};
-      const ScaleFactors factors = Equations::template power_of_two_factors<F>(amax);
-      return {0, factors.scale, factors.encode};
+      const ScaleFactors factors = is_power_of_two(rule, rounding)
+                                       ? Equations::template power_of_two_factors<F>(amax)
+                                       : fp32_factors<F>(rule, rounding, amax);
+      return {0, is_scaled_after_product(rule, rounding) ? 1.0f : factors.scale, factors.encode};
     }
   }
   return Equations::template mx<F>(rounding, amax);
@@ -196,7 +219,14 @@ MINIFLOAT_HD constexpr void with_block_rule(ScaleRule rule, ScaleRounding roundi
       return rounding == kFloor ? body.template run<ScaleRule::kMx, kFloor>()
                                 : body.template run<ScaleRule::kMx, kDefault>();
     case ScaleRule::kBlock:
-      if constexpr (F::kBits == 8) body.template run<ScaleRule::kBlock, kDefault>();
+      if constexpr (F::kBits == 8)
+        rounding == kExact ? body.template run<ScaleRule::kBlock, kExact>()
+                           : body.template run<ScaleRule::kBlock, kDefault>();
+      return;
+    case ScaleRule::kNvfp4Row:
+      if constexpr (F::kBits == 4)
+        rounding == kUp ? body.template run<ScaleRule::kNvfp4Row, kUp>()
+                        : body.template run<ScaleRule::kNvfp4Row, kDefault>();
       return;
     case ScaleRule::kNvfp4:
       if constexpr (F::kBits == 4) switch (rounding) {

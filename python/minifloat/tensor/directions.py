@@ -147,7 +147,9 @@ def slice_elements(q: Quantized, dim: int, start: int, end: int) -> Quantized:
         if spec.has_blocks:
             scale = scale[..., first.scale_rows : last.scale_rows, :]
         elif spec.amax_of == "row":
-            scale, amax = scale[..., start:end], amax[..., start:end]
+            scale = scale[..., start:end]
+        if spec.amax_of == "row":
+            amax = amax[..., start:end]
     else:
         first, last = spec.sizes(rows, start), spec.sizes(rows, end)
         codes = codes[..., first.code_cols : last.code_cols]

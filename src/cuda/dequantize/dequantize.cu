@@ -14,8 +14,9 @@ struct DecodeArgs {
   int height_log2, width_log2;   // of a block
   const std::uint8_t* codes;
   const void* scale;
-  const float* factor;  // (batch) or (groups): the pending tensor scale; null: for a product
-  void* out;            // bf16 or fp32 (batch, rows, padded)
+  const float* factor;  // (Quantized::factors): the tensor scales; null: for a product
+  bool has_factors_of_rows;
+  void* out;  // bf16 or fp32 (batch, rows, padded)
   std::uint32_t padded, pitch, scale_rows, scale_cols;
   bool aligned_in, aligned_out;
   const std::int32_t* boundaries;  // of groups among rows or columns; null: there are no groups
@@ -29,7 +30,7 @@ struct DecodeArgs {
 __device__ __forceinline__ bool find_group(const DecodeArgs& args, Place& at) {
   const std::uint32_t i = args.along_cols ? at.col : at.all;
   if (i >= static_cast<std::uint32_t>(__ldg(args.boundaries + args.groups))) return false;
-  if (args.factor || (args.rule == ScaleRule::kRow && args.along_cols))
+  if (args.factor || (outer_scale(args.rule) == OuterScale::kRow && args.along_cols))
     at.batch = static_cast<std::uint32_t>(
         group_at(args.boundaries, args.groups, static_cast<std::int32_t>(i)));
   if (args.along_cols) at.all = at.batch * args.rows + at.row;
@@ -127,7 +128,8 @@ __global__ void __launch_bounds__(kThreads, 6)
   if constexpr (sizeof(Out) == 2)
     if (!args.factor)
       return store_product_values<F>(codes, scale, row, at.col, args.padded, args.aligned_out);
-  store_scaled<F>(codes, scale, args.factor[at.batch], row, at.col, args.padded, args.aligned_out);
+  store_scaled<F>(codes, scale, args.factor[args.has_factors_of_rows ? at.all : at.batch], row,
+                  at.col, args.padded, args.aligned_out);
 }
 
 template <class Out>
@@ -156,6 +158,7 @@ DecodeArgs args_of(const Quantized& q, const float* factor, void* out, std::int6
   args.rule = spec.rule;
   args.is_scaled_after_product = !factor && is_scaled_after_product(spec.rule, spec.scale_rounding);
   args.codes = q.codes, args.scale = q.scale, args.factor = factor, args.out = out;
+  args.has_factors_of_rows = spec.has_row_amax() && spec.has_blocks();
   args.padded = static_cast<std::uint32_t>(padded);
   args.pitch = static_cast<std::uint32_t>(pitch);
   args.rows = static_cast<std::uint32_t>(q.rows);
@@ -178,17 +181,17 @@ struct FactorArgs {
   Spec spec;
   const float* scale;
   const float* amax;
-  std::int64_t parts;
+  std::int64_t count;
 };
 
 FactorArgs factor_args(const Quantized& q) {
-  return {q.spec, static_cast<const float*>(q.scale), q.amax, q.parts()};
+  return {q.spec, static_cast<const float*>(q.scale), q.amax, q.factors()};
 }
 
-// Returns the tensor scale of matrix or group e; 1 under a rule without one.
+// Returns the tensor scale of matrix, group or row e; 1 under a rule without one.
 __device__ __forceinline__ float tensor_factor_at(const FactorArgs& args, std::int64_t e) {
   if (args.spec.rule == ScaleRule::kTensor) return args.scale[e];
-  if (args.spec.rule == ScaleRule::kNvfp4)
+  if (block_rule(args.spec.rule) == BlockRule::kE4m3)
     return scale_of_tensor<E2M1>(args.spec.rule, args.spec.scale_rounding,
                                  magnitude_bits(args.amax[e]))
         .scale;
@@ -197,7 +200,7 @@ __device__ __forceinline__ float tensor_factor_at(const FactorArgs& args, std::i
 
 __global__ void write_tensor_factor(const __grid_constant__ FactorArgs args, float* out) {
   const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (e < args.parts) out[e] = tensor_factor_at(args, e);
+  if (e < args.count) out[e] = tensor_factor_at(args, e);
 }
 
 // Writes beta and alpha of a product, by one thread.
@@ -210,9 +213,9 @@ __global__ void write_product_factor(const __grid_constant__ FactorArgs a,
 }  // namespace
 
 void tensor_factor(const Quantized& q, float* out, const Execution& execution) {
-  if (q.parts() == 0) return;
+  if (q.factors() == 0) return;
   constexpr std::int64_t kBlock = 128;
-  write_tensor_factor<<<grid_of(ceil_div(q.parts(), kBlock), "tensor_factor"), kBlock, 0,
+  write_tensor_factor<<<grid_of(ceil_div(q.factors(), kBlock), "tensor_factor"), kBlock, 0,
                         cuda_stream(execution)>>>(factor_args(q), out);
   check_launch("tensor_factor");
 }
@@ -224,7 +227,7 @@ void product_factor(const Quantized& a, const Quantized& b, float* out,
 }
 
 void dequantize(const Quantized& q, DType dtype, void* out, const Execution& execution) {
-  const Scratch factor(static_cast<std::size_t>(q.parts()) * sizeof(float), execution);
+  const Scratch factor(static_cast<std::size_t>(q.factors()) * sizeof(float), execution);
   cuda::tensor_factor(q, factor.as<float>(), execution);
   if (dtype == DType::kFloat32)
     launch_decode<float>(args_of(q, factor.as<float>(), out, 4), q, cuda_stream(execution));

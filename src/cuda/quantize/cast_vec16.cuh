@@ -65,7 +65,7 @@ struct KernelOperand {
 template <class F>
 __device__ __forceinline__ MatrixScale matrix_scale(const KernelOperand& plan, ScaleRule rule,
                                                     ScaleRounding rounding, std::uint32_t batch) {
-  if (rule != ScaleRule::kTensor && rule != ScaleRule::kNvfp4) return {};
+  if (outer_scale(rule) != OuterScale::kTensor) return {};
   return matrix_scale_of<F>(rule, rounding, magnitude_bits(plan.amax[batch]));
 }
 
@@ -256,9 +256,13 @@ __device__ __forceinline__ void cast_vec(const KernelOperand& plan, const Window
     if (is_eden) codes = encode_eden_at(plan, window, matrix, amax, vec, at, block);
   if (at.row >= window.rows || at.col >= window.cols) return;
 
-  if (F::kBits == 8 && plan.rule == ScaleRule::kRow) {
+  MatrixScale outer = matrix;
+  if (!C::kReadsValues && outer_scale(plan.rule) == OuterScale::kRow) {
     const float active_amax = plan.amax[at.all];
-    amax = magnitude_bits(active_amax);
+    if constexpr (F::kBits == 8)
+      amax = magnitude_bits(active_amax);
+    else
+      outer = matrix_scale_of<F>(plan.rule, plan.rounding, magnitude_bits(active_amax));
     if (at.col == 0) store_whole<F>(plan, at.all, active_amax);
   } else if (at.col == 0 && at.row == 0 && plan.amax) {
     store_whole<F>(plan, at.batch, plan.amax[at.batch]);
@@ -266,7 +270,7 @@ __device__ __forceinline__ void cast_vec(const KernelOperand& plan, const Window
   if (C::kReadsValues && !amax_2d && !is_eden)
     block = scale_of_vec<C>(plan.rule, plan.rounding, matrix, amax, vec);
   else if (!is_eden)
-    block = block_scale<F>(plan.rule, plan.rounding, matrix, amax);
+    block = block_scale<F>(plan.rule, plan.rounding, outer, amax);
   if (plan.scale_cols > 0) store_scale(plan, window, block, at);
   if (!is_eden) codes = encode_at<F>(plan, vec, block, at);
   store_codes<F>(plan, window, codes, at);

@@ -25,7 +25,7 @@ struct QuantizeArgs {
 
 // ---- By rows ------------------------------------------------------------------------------------
 __device__ __forceinline__ bool has_tensor_amax(const KernelOperand& plan) {
-  return plan.rule == ScaleRule::kTensor || plan.rule == ScaleRule::kNvfp4;
+  return outer_scale(plan.rule) == OuterScale::kTensor;
 }
 
 template <class T, class C>

@@ -19,7 +19,7 @@ namespace {
 constexpr std::int64_t kMostTiles = 8;  // the largest cluster that every GPU schedules
 
 __device__ __forceinline__ bool has_row_amax(const KernelOperand& plan) {
-  return plan.rule == ScaleRule::kRow;
+  return outer_scale(plan.rule) == OuterScale::kRow;
 }
 
 __device__ __forceinline__ void clear_amax(const KernelOperand& plan) {

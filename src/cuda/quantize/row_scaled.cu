@@ -164,7 +164,7 @@ bool for_rows_of(std::int64_t cols, F f) {
 }
 
 bool fits(const Spec& spec) {
-  return spec.elements == Elements::kE4m3 && !spec.stochastic && spec.transform == 0;
+  return spec.rule == ScaleRule::kRow && !spec.stochastic && spec.transform == 0;
 }
 
 }  // namespace

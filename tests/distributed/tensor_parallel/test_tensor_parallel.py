@@ -14,7 +14,7 @@ from tests.support.parallel_layers import (
     check_operands,
     run_layer,
 )
-from tests.support.specs import EDEN_RECIPE
+from tests.support.specs import BLOCKS_RECIPE, EDEN_RECIPE, ROWS_RECIPE
 from tests.support.whole_layers import Case
 from tests.support.worlds import run_world
 
@@ -22,7 +22,7 @@ RECIPES = [
     "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_rowwise_gw_hp", "fp8_blockwise", "mxfp8",
     "mxfp8_2d", "mxfp4", "nvfp4", "nvfp4_pow2", "mxfp8_nvfp4", "nvfp4_mxfp8", "bf16",
     "fprop=nvfp4+sr+rht*nvfp4+rht dgrad=e4m3/row+sr*mxfp8+sr wgrad=e4m3/row+exact*mxfp4",
-    EDEN_RECIPE,
+    EDEN_RECIPE, BLOCKS_RECIPE, ROWS_RECIPE,
 ]  # fmt: skip
 
 

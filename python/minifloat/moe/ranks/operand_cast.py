@@ -73,15 +73,22 @@ class OperandCast:
         return operand_spec(self.name, self.call.recipe)
 
     def row_fields(self, width: int) -> list[tuple[torch.dtype, int]]:
-        """Returns the fields of a row of `width` elements: codes, then scales if rows have them."""
+        """Returns the fields of a row of `width` elements: codes, then its scales and its amax."""
         spec, sizes = self.spec, self.spec.sizes(1, width)
         fields = [(torch.uint8, sizes.code_cols)]
         if spec.has_blocks:
             one_byte = spec.scale_dtype.itemsize == 1
             fields.append((torch.uint8 if one_byte else torch.float32, sizes.scale_cols))
-        elif spec.amax_of == "row":
+        if spec.amax_of == "row":  # its amax where blocks have scales, else its scale
             fields.append((torch.float32, 1))
         return fields
+
+    def _of_rows(self, codes: Tensor, scale: Tensor, amax: Tensor) -> list[Tensor]:
+        """The tensors of `row_fields`."""
+        has_scales, has_amaxes = self.spec.has_blocks, self.spec.amax_of == "row"
+        if has_scales and has_amaxes:
+            return [codes, scale, amax]
+        return [codes, scale] if has_scales or has_amaxes else [codes]
 
     def quantize(
         self, x: Tensor, plan: ExchangePlan, codes: Operand | None = None
@@ -106,13 +113,14 @@ class OperandCast:
         if self.spec.casts_rows_alone:
             if codes is None or not codes.has_codes:
                 codes = Operand(*ops.quantize(x, self.spec.text, "")[:4])
-            return [codes.codes, codes.scale], [none, none], plan.order.slots
+            of_rows = self._of_rows(codes.codes, codes.scale, codes.amax)
+            return of_rows, [none, none], plan.order.slots
         spec, call, tokens = self.spec, self.call, plan.order.tokens
         table = ops.group_table(plan.order.offs, plan.pair_ids.shape[0])
         active = current = None
         if spec.amax_of == "tensor":
             active, current = self._amaxes(x, table, tokens, plan)
-        rows, scale, *_ = ops.quantize(
+        rows, scale, amax, *_ = ops.quantize(
             x,
             spec.text,
             "",
@@ -124,9 +132,8 @@ class OperandCast:
             rows_from=tokens,
         )
         amaxes = none if current is None else current[self._own]
-        if spec.has_blocks or spec.amax_of == "row":
-            return [rows, scale], [none, amaxes], 0
-        return [rows], [scale[self._own], amaxes], 0
+        of_experts = none if spec.has_blocks or spec.amax_of == "row" else scale[self._own]
+        return self._of_rows(rows, scale, amax), [of_experts, amaxes], 0
 
     @property
     def _own(self) -> slice:
@@ -172,4 +179,5 @@ class OperandCast:
             factors: scale and amax of this rank's experts, from `quantize`.
         """
         scale, amax = factors
-        return [fields[0], fields[1] if len(fields) > 1 else scale, amax]
+        of_rows = list(fields)
+        return [*of_rows, *(scale, amax)[len(of_rows) - 1 :]]
