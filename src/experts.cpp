@@ -11,7 +11,8 @@
 #include "on_device.h"
 #include "quantize_checks.h"
 #if defined(MINIFLOAT_WITH_CUDA)
-#include "cuda/experts/experts.h"
+#include "cuda/activation/activation.h"
+#include "cuda/rows/rows.h"
 #endif
 
 namespace minifloat {

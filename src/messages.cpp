@@ -8,7 +8,7 @@
 #include "on_device.h"
 #include "quantize_checks.h"
 #if defined(MINIFLOAT_WITH_CUDA)
-#include "cuda/dequantize/messages.h"
+#include "cuda/sharded/messages.h"
 #endif
 
 namespace minifloat {

@@ -45,7 +45,7 @@ __device__ __forceinline__ std::uint32_t element_amax(T x) {
 // ---- Rows ---------------------------------------------------------------------------------------
 // Returns the maximum of a row, in every lane of the warp.
 template <class T>
-__device__ __forceinline__ std::uint32_t row_amax(const Source& x, const T* row) {
+__device__ __forceinline__ std::uint32_t row_amax(const KernelInput& x, const T* row) {
   constexpr std::int64_t kChunk = 16 / sizeof(T);
   const int lane = threadIdx.x % 32;
   std::uint32_t m = 0;
@@ -73,8 +73,8 @@ __device__ __forceinline__ std::uint32_t row_amax(const Source& x, const T* row)
 // zero before
 template <class T, bool kOfRows>
 __global__ void __launch_bounds__(kThreads)
-    amax_of_rows(const __grid_constant__ Source x, const __grid_constant__ Divisor blocks_of_matrix,
-                 std::uint32_t* out) {
+    amax_of_rows(const __grid_constant__ KernelInput x,
+                 const __grid_constant__ Divisor blocks_of_matrix, std::uint32_t* out) {
   const std::uint32_t e = blocks_of_matrix.divide(blockIdx.x);
   const std::uint32_t row =
       (blockIdx.x - e * blocks_of_matrix.d) * (kThreads / 32) + threadIdx.x / 32;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads)
 // Writes the amaxes of the rows of groups: warps take rows in turn, up to the last group's end.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    amax_of_group_rows(const __grid_constant__ Source x, const std::int32_t* last_end,
+    amax_of_group_rows(const __grid_constant__ KernelInput x, const std::int32_t* last_end,
                        std::uint32_t* out) {
   constexpr std::uint32_t kWarps = kThreads / 32;
   const std::uint32_t end = load_boundary(last_end, 0);
@@ -118,7 +118,7 @@ struct Panel {
 };
 // Takes the amaxes of a panel.   kInGroup: its rows may lie anywhere
 template <class T, bool kInGroup>
-__device__ __forceinline__ void take_amax_of_panel(const Source& x, const PanelOutputs& out,
+__device__ __forceinline__ void take_amax_of_panel(const KernelInput& x, const PanelOutputs& out,
                                                    const Panel& panel) {
   constexpr int kChunk = 16 / static_cast<int>(sizeof(T)), kColumns = 32 * kChunk;
   constexpr int kWarps = kThreads / 32;
@@ -188,7 +188,8 @@ template <class T>
 inline constexpr std::int64_t kPanelColumns = 32 * 16 / sizeof(T);
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    amax_of_panels(const __grid_constant__ Source x, const __grid_constant__ PanelOutputs out) {
+    amax_of_panels(const __grid_constant__ KernelInput x,
+                   const __grid_constant__ PanelOutputs out) {
   constexpr auto kColumns = static_cast<std::uint32_t>(kPanelColumns<T>);
   const std::uint32_t across = static_cast<std::uint32_t>((x.cols + kColumns - 1) / kColumns);
   const std::uint32_t down = static_cast<std::uint32_t>((x.rows + kPanel - 1) / kPanel);
@@ -202,7 +203,8 @@ __global__ void __launch_bounds__(kThreads)
 // Takes panels of groups: a tile's rows. Blocks past the last group leave at once.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    amax_of_group_panels(const __grid_constant__ Source x, const __grid_constant__ PanelOutputs out,
+    amax_of_group_panels(const __grid_constant__ KernelInput x,
+                         const __grid_constant__ PanelOutputs out,
                          const __grid_constant__ DeviceGroups groups,
                          const __grid_constant__ TileOrder order) {
   const TileOrder::Tile panel = order.tile(blockIdx.x);
@@ -219,7 +221,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class T>
 void launch_group_panels(const TensorRef& x, const PanelOutputs& out, cudaStream_t stream) {
-  const Source source = source_of(x);
+  const KernelInput source = kernel_input(x);
   const std::int64_t across = ceil_div<std::int64_t>(x.cols, kPanelColumns<T>);
   const std::int64_t down = ceil_div<std::int64_t>(x.rows, kTile) + x.groups.count;
   amax_of_group_panels<T><<<grid_of(down * across, "amax"), kThreads, 0, stream>>>(
@@ -231,24 +233,24 @@ void launch_panels(const TensorRef& x, const PanelOutputs& out, cudaStream_t str
   if (x.groups) return launch_group_panels<T>(x, out, stream);
   const std::int64_t blocks = x.batch * ceil_div<std::int64_t>(x.rows, kPanel) *
                               ceil_div<std::int64_t>(x.cols, kPanelColumns<T>);
-  amax_of_panels<T><<<grid_of(blocks, "amax"), kThreads, 0, stream>>>(source_of(x), out);
+  amax_of_panels<T><<<grid_of(blocks, "amax"), kThreads, 0, stream>>>(kernel_input(x), out);
   check_launch("amax");
 }
 
 // Returns matrices without gaps between their rows as longer rows, of a length that suits a warp.
 template <class T>
-Source lines_of(const Source& x) {
+KernelInput lines_of(const KernelInput& x) {
   constexpr std::int64_t kLine = 16 * 1024 / sizeof(T);
   const std::int64_t size = x.rows * x.cols;
   if ((x.rows > 1 && x.row_stride != x.cols) || size % kLine != 0) return x;
-  Source lines = x;
+  KernelInput lines = x;
   lines.rows = size / kLine, lines.cols = lines.row_stride = kLine;
   return lines;
 }
 
 template <class T>
 void launch_amax(const AmaxRequest& r) {
-  const Source x = source_of(r.x);
+  const KernelInput x = kernel_input(r.x);
   constexpr std::int64_t kWarps = kThreads / 32;
   if (r.of.spec.transform > 0) return launch_transformed(r);
   if (r.of.spec.has_row_amax() && r.of.columnwise)
@@ -261,7 +263,7 @@ void launch_amax(const AmaxRequest& r) {
     kernel<<<grid, kThreads, 0, r.stream>>>(x, last_end_of(r.x.groups), r.out);
     return check_launch("amax");
   }
-  const Source lines = r.of.spec.has_row_amax() ? x : lines_of<T>(x);
+  const KernelInput lines = r.of.spec.has_row_amax() ? x : lines_of<T>(x);
   const Divisor blocks_of_matrix(ceil_div(lines.rows, kWarps));
   const unsigned grid = grid_of(r.x.batch * blocks_of_matrix.d, "amax");
   const auto kernel = r.of.spec.has_row_amax() ? amax_of_rows<T, true> : amax_of_rows<T, false>;

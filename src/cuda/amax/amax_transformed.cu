@@ -13,7 +13,7 @@ namespace {
 
 // The arguments of the transformed amaxes. The outputs are zero before; null: not written.
 struct TransformedArgs {
-  Source x;
+  KernelInput x;
   DeviceGroups groups;
   int points;
   SignSource signs;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void take_straight_amax_of_tile(const SharedTile<Bf16
 
 // straight: untransformed amaxes of a matrix, from the same read; null: none
 template <class T>
-__device__ __forceinline__ void take_amax_of_tile(const TransformedArgs& args, const Source& x,
+__device__ __forceinline__ void take_amax_of_tile(const TransformedArgs& args, const KernelInput& x,
                                                   const TilePlace& tile,
                                                   const StraightAmaxes* straight = nullptr) {
   extern __shared__ __align__(16) std::uint32_t words[];
@@ -226,7 +226,7 @@ void launch_columns(const TransformedArgs& args, const AmaxRequest& r) {
 }
 template <class T>
 void launch(const AmaxRequest& r) {
-  const Source x = source_of(r.x);
+  const KernelInput x = kernel_input(r.x);
   const bool of_rows = r.of.spec.has_row_amax();
   const TransformedArgs args = {x,
                                 device_groups(r.x.groups),

@@ -46,7 +46,7 @@ inline const std::int32_t* last_end_of(const GroupTable& groups) {
 }
 
 // Returns the tiles of x; of groups, enough for any ends.
-inline Tiles tiles_of(const Source& x, const DeviceGroups& groups) {
+inline Tiles tiles_of(const KernelInput& x, const DeviceGroups& groups) {
   Tiles tiles = tiles_of(x);
   tiles.down = Divisor(ceil_div<std::int64_t>(x.rows, kTile) + groups.count);
   return tiles;
@@ -131,7 +131,7 @@ __device__ __forceinline__ GroupPlace find_group(const DeviceGroups& groups, std
 
 // A tile, and the matrix or group that contains it.
 struct TilePart {
-  Source x;        // the batch, or the group
+  KernelInput x;   // the batch, or the group
   TilePlace tile;  // of x; batch: the matrix, or the group's number
   bool is_group;
   std::uint32_t begin, first_col, cols;  // of a group: GroupPlace's
@@ -139,7 +139,7 @@ struct TilePart {
 };
 // Returns the part of x for a tile of a group, whose row is not yet the group's.
 template <class T>
-__device__ __forceinline__ TilePart part_in(const Source& x, const GroupPlace& group,
+__device__ __forceinline__ TilePart part_in(const KernelInput& x, const GroupPlace& group,
                                             const TilePlace& tile) {
   TilePart part = {x, tile, true, 0, 0, 0};
   part.x.rows = group.rows;
@@ -153,7 +153,7 @@ __device__ __forceinline__ TilePart part_in(const Source& x, const GroupPlace& g
 }
 // Returns the group of tile `tile` of all groups' tiles.
 template <class T>
-__device__ __forceinline__ TilePart part_of_group(const Source& x, const DeviceGroups& groups,
+__device__ __forceinline__ TilePart part_of_group(const KernelInput& x, const DeviceGroups& groups,
                                                   const TilePlace& tile) {
   const GroupPlace group = find_group(groups, tile.row);
   TilePart part = part_in<T>(x, group, tile);
@@ -168,7 +168,7 @@ __device__ __forceinline__ std::uint32_t line_tiles(const DeviceGroups& groups) 
 // Finds the group of tile `i` among line_tiles, at column `col` of x. Returns false where the tile
 // has no columns of the group.
 template <class T>
-__device__ __forceinline__ bool find_line_tile(const Source& x, const DeviceGroups& groups,
+__device__ __forceinline__ bool find_line_tile(const KernelInput& x, const DeviceGroups& groups,
                                                std::uint32_t i, std::uint32_t col, TilePart& part) {
   const GroupPlace group = find_group(
       groups, i, [&](std::uint32_t e) { return load_boundary(groups.cols, e) / kTile + e; });
@@ -182,7 +182,7 @@ __device__ __forceinline__ bool find_line_tile(const Source& x, const DeviceGrou
 }
 // Finds the part of x for tile `tile` of a launch. Returns false past the last group.
 template <class T>
-__device__ __forceinline__ bool find_part(const Source& x, const DeviceGroups& groups,
+__device__ __forceinline__ bool find_part(const KernelInput& x, const DeviceGroups& groups,
                                           const TilePlace& tile, TilePart& part) {
   part = {x, tile, false, 0, 0, 0};
   if (!groups) return true;

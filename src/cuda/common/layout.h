@@ -4,8 +4,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/common/kernel_input.h"
 #include "cuda/common/launch.h"
-#include "cuda/common/source.h"
 
 namespace minifloat::cuda {
 
@@ -46,8 +46,8 @@ struct RowVecs {
 // 2^31 vec16s.
 //   cols: of the operand, padding included; group: lanes; kVecsOfThread: vec16s of a thread
 template <int kVecsOfThread = kVecsOfRows, class Launch>
-void each_launch_of_rows(std::int64_t batch, const Source& x, std::int64_t cols, std::int64_t group,
-                         Launch launch) {
+void each_launch_of_rows(std::int64_t batch, const KernelInput& x, std::int64_t cols,
+                         std::int64_t group, Launch launch) {
   constexpr std::int64_t kMostVecs = (std::int64_t{1} << 31) - 4 * kThreads * kVecsOfThread;
   const std::int64_t vecs = ceil_div(ceil_div<std::int64_t>(cols, kVec), group) * group;
   const std::int64_t rows = batch * x.rows, at_once = std::max<std::int64_t>(kMostVecs / vecs, 1);
@@ -64,11 +64,11 @@ void each_launch_of_rows(std::int64_t batch, const Source& x, std::int64_t cols,
 struct Tiles {
   Divisor across, down;
 };
-inline Tiles tiles_of(const Source& x) {
+inline Tiles tiles_of(const KernelInput& x) {
   return {Divisor(ceil_div<std::int64_t>(x.cols, kTile)),
           Divisor(ceil_div<std::int64_t>(x.rows, kTile))};
 }
-// The order of the tiles of groups in a launch. Rows that Source::rows_from repeats are taken
+// The order of the tiles of groups in a launch. Rows that KernelInput::rows_from repeats are taken
 // column by column: what tiles of one column read of them stays in the L2 cache.
 struct TileOrder {
   Divisor of_line;  // tiles of a row, or of a column
@@ -84,7 +84,7 @@ struct TileOrder {
 #endif
 };
 // down, across: the tiles of a column and of a row
-inline TileOrder tile_order(const Source& x, std::int64_t down, std::int64_t across) {
+inline TileOrder tile_order(const KernelInput& x, std::int64_t down, std::int64_t across) {
   const bool is_by_columns = x.rows_from != nullptr;
   return {Divisor(is_by_columns ? down : across), is_by_columns};
 }

@@ -16,9 +16,9 @@
 
 #include <cstdint>
 
+#include "cuda/common/kernel_input.h"
 #include "cuda/common/layout.h"
 #include "cuda/common/ptx.cuh"
-#include "cuda/common/source.h"
 #include "minifloat/core/hadamard.h"
 #include "minifloat/core/rounding.h"
 #include "minifloat/core/scaling.h"
@@ -80,17 +80,17 @@ struct Place {
 
 // Returns row `row` of the memory of a matrix of x.
 template <class T>
-__device__ __forceinline__ const T* row_at(const Source& x, std::uint32_t batch,
+__device__ __forceinline__ const T* row_at(const KernelInput& x, std::uint32_t batch,
                                            std::uint32_t row) {
   return static_cast<const T*>(x.data) + batch * x.batch_stride + row * x.row_stride;
 }
 // Returns the row at x.data of row `row`: the last one where rows_from names none that is there.
-__device__ __forceinline__ std::uint32_t row_from(const Source& x, std::uint32_t row) {
+__device__ __forceinline__ std::uint32_t row_from(const KernelInput& x, std::uint32_t row) {
   return min(static_cast<std::uint32_t>(__ldg(x.rows_from + row)), x.last_row);
 }
 // Returns row `row` of a matrix of x.
 template <class T>
-__device__ __forceinline__ const T* row_of(const Source& x, std::uint32_t batch,
+__device__ __forceinline__ const T* row_of(const KernelInput& x, std::uint32_t batch,
                                            std::uint32_t row) {
   if (x.rows_from) row = row_from(x, row);
   return row_at<T>(x, batch, row);
@@ -107,7 +107,8 @@ __device__ __forceinline__ Vec16<T> load_vec(const T* from) {
 }
 // Loads 16 elements from `col` on; zero past the end of the row.
 template <class T>
-__device__ __forceinline__ Vec16<T> load_vec(const Source& x, const T* row, std::uint32_t col) {
+__device__ __forceinline__ Vec16<T> load_vec(const KernelInput& x, const T* row,
+                                             std::uint32_t col) {
   if (x.aligned && col + kVec <= x.cols) return load_vec(row + col);
   Vec16<T> vec = {};
 #pragma unroll
@@ -131,7 +132,7 @@ __device__ __forceinline__ Place vec_place(const RowVecs& layout, std::uint32_t 
 // Calls body(vec16, place) for the thread's vec16s, one after the other, with the next load in
 // flight. Lanes past the end pass zeros, at a row past the end.
 template <class T, class Body>
-__device__ __forceinline__ void each_vec_of_rows(const Source& x, const RowVecs& layout,
+__device__ __forceinline__ void each_vec_of_rows(const KernelInput& x, const RowVecs& layout,
                                                  Body body) {
   const auto load = [&](const Place& at) {
     if (at.all >= layout.end_row || at.col >= x.cols) return Vec16<T>{};
@@ -195,7 +196,7 @@ struct SharedTile {
 
   // Starts to copy the tile of x, zero past the edges. Every thread may read it after wait().
   template <bool kWhole = false>
-  __device__ __forceinline__ void fill(const Source& x, const TilePlace& tile) const {
+  __device__ __forceinline__ void fill(const KernelInput& x, const TilePlace& tile) const {
     constexpr unsigned kChunks = kTile / kChunk, kStep = kThreads / kChunks;
     const unsigned chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks % kStep;
     const std::uint32_t col = tile.col + chunk * kChunk;
@@ -223,7 +224,7 @@ struct SharedTile {
   }
   // Starts to copy a tile of whole, aligned columns, zero past the last row.   skip: rows of the
   // tile before tile.row, which are zero
-  __device__ __forceinline__ void fill_rows(const Source& x, const TilePlace& tile,
+  __device__ __forceinline__ void fill_rows(const KernelInput& x, const TilePlace& tile,
                                             std::uint32_t skip) const {
     if (skip == 0 && tile.row + kTile <= x.rows && !x.rows_from) return fill<true>(x, tile);
     constexpr unsigned kChunks = kTile / kChunk, kStep = kThreads / kChunks;

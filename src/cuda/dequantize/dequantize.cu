@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 6)
 template <class Out>
 void launch_decode(DecodeArgs args, const Quantized& q, cudaStream_t stream) {
   if (q.batch * q.rows * args.padded == 0) return;
-  const Source shape = {nullptr, 0, 0, q.rows, q.cols, false, nullptr};
+  const KernelInput shape = {nullptr, 0, 0, q.rows, q.cols, false, nullptr};
   each_launch_of_rows<1>(q.batch, shape, args.padded, 1, [&](const RowVecs& layout, unsigned grid) {
     args.layout = layout;
     switch (q.spec.elements) {

@@ -8,9 +8,9 @@
 
 #include "cuda/amax/amax.h"
 #include "cuda/backend.h"
-#include "cuda/common/source.h"
+#include "cuda/common/kernel_input.h"
+#include "cuda/quantize/fp4_written_as_fp8.cuh"
 #include "cuda/quantize/general.cuh"
-#include "cuda/quantize/plan_as_fp8.cuh"
 #include "fp4_cast.h"
 
 namespace minifloat::cuda {
@@ -45,7 +45,7 @@ bool is_nvfp4_pow2(const Operand* o) {
 bool fits(const TensorRef& x, const Operand* rowwise, const Operand* columnwise) {
   const std::int64_t unit = columnwise ? kTile : kVec;
   QuantizeArgs args = {};
-  args.x = source_of(x);
+  args.x = kernel_input(x);
   args.is_bf16 = x.dtype == DType::kBFloat16;
   args.batch = x.batch;
   return args.is_bf16 && x.batch == 1 && !x.groups && args.x.aligned && x.rows * x.cols > 0 &&

@@ -25,7 +25,7 @@ bool launch_pair(const QuantizeArgs& args, const Execution& execution) {
 
 void launch_general(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
   const Spec& spec = columnwise ? args.col_spec : args.row_spec;
-  if (spec.reads_values()) return launch_general_by_values(args, columnwise, execution);
+  if (spec.reads_values()) return launch_general_reading_values(args, columnwise, execution);
   switch (spec.elements) {
     case Elements::kE4m3: return launch_cast<Cast<E4M3>>(args, columnwise, execution);
     case Elements::kE5m2: return launch_cast<Cast<E5M2>>(args, columnwise, execution);

@@ -14,7 +14,7 @@
 namespace minifloat::cuda {
 
 struct QuantizeArgs {
-  Source x;
+  KernelInput x;
   DeviceGroups groups;
   bool is_bf16;
   std::int64_t batch;
@@ -30,7 +30,7 @@ __device__ __forceinline__ bool has_tensor_amax(const KernelOperand& plan) {
 
 template <class T, class C>
 __global__ void __launch_bounds__(kThreads, 4)
-    quantize_rows(const __grid_constant__ Source x, const __grid_constant__ KernelOperand plan,
+    quantize_rows(const __grid_constant__ KernelInput x, const __grid_constant__ KernelOperand plan,
                   const __grid_constant__ DeviceGroups groups,
                   const __grid_constant__ RowVecs all_rows) {
   RowVecs layout = all_rows;
@@ -149,7 +149,7 @@ __device__ __forceinline__ void cast_tile(const KernelOperand& plan, const Share
 
 template <class T, class Row, class Col>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 3)
-    quantize_tile(const __grid_constant__ Source x, const __grid_constant__ KernelOperand row,
+    quantize_tile(const __grid_constant__ KernelInput x, const __grid_constant__ KernelOperand row,
                   const __grid_constant__ KernelOperand col,
                   const __grid_constant__ DeviceGroups groups,
                   const __grid_constant__ Tiles tiles) {

@@ -53,7 +53,8 @@ __device__ __forceinline__ void raise_amax(const KernelOperand& plan,
 
 template <class Row, class Col>
 __global__ void __launch_bounds__(kThreads)
-    quantize_cluster(const __grid_constant__ Source x, const __grid_constant__ KernelOperand row,
+    quantize_cluster(const __grid_constant__ KernelInput x,
+                     const __grid_constant__ KernelOperand row,
                      const __grid_constant__ KernelOperand col,
                      const __grid_constant__ Tiles tiles) {
   constexpr bool kRow = !std::is_same_v<Row, Absent>, kCol = !std::is_same_v<Col, Absent>;

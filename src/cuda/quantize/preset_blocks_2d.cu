@@ -65,7 +65,7 @@ __device__ __forceinline__ BlockScale choose_scale(const MatrixScale& matrix,
 
 template <class C>
 __global__ void __launch_bounds__(kThreads, 4)
-    quantize_whole_blocks_2d(const __grid_constant__ Source x,
+    quantize_whole_blocks_2d(const __grid_constant__ KernelInput x,
                              const __grid_constant__ KernelOperand row,
                              const __grid_constant__ KernelOperand col,
                              const __grid_constant__ Tiles tiles) {

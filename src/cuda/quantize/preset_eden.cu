@@ -183,7 +183,8 @@ __device__ __forceinline__ void load_column(const SharedTile<Bf16>& tile, unsign
 }
 
 __global__ void __launch_bounds__(kThreads, 4)
-    cast_eden_tile(const __grid_constant__ Source x, const __grid_constant__ KernelOperand plan,
+    cast_eden_tile(const __grid_constant__ KernelInput x,
+                   const __grid_constant__ KernelOperand plan,
                    const __grid_constant__ Tiles tiles) {
   constexpr unsigned kColumns = 32 / kLanes;  // of a chunk
   constexpr unsigned kStep = kThreads / kLanes;

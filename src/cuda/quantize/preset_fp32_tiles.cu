@@ -10,7 +10,8 @@ namespace {
 
 template <class C>
 __global__ void __launch_bounds__(kThreads, 3)
-    quantize_fp32_tile(const __grid_constant__ Source x, const __grid_constant__ KernelOperand row,
+    quantize_fp32_tile(const __grid_constant__ KernelInput x,
+                       const __grid_constant__ KernelOperand row,
                        const __grid_constant__ KernelOperand col,
                        const __grid_constant__ Tiles tiles) {
   extern __shared__ __align__(16) std::uint32_t words[];

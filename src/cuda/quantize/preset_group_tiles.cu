@@ -9,7 +9,7 @@ namespace {
 
 template <class Row, class Col>
 __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<Col>))
-    quantize_group_tiles(const __grid_constant__ Source x,
+    quantize_group_tiles(const __grid_constant__ KernelInput x,
                          const __grid_constant__ KernelOperand row,
                          const __grid_constant__ KernelOperand col,
                          const __grid_constant__ DeviceGroups groups,

@@ -15,7 +15,7 @@ constexpr unsigned kOfBlock = kAtOnce<T> * kThreads;
 
 template <class C, class T>
 __global__ void __launch_bounds__(kThreads, 4)
-    quantize_pitched_rows(const __grid_constant__ Source x,
+    quantize_pitched_rows(const __grid_constant__ KernelInput x,
                           const __grid_constant__ KernelOperand plan,
                           const __grid_constant__ Divisor blocks_of_row) {
   static_assert(C::kBlocks && !C::kIsBlock2d && !C::kTransform && !C::kReadsValues);

@@ -12,9 +12,9 @@ struct VecRun {
   const uint4* x;
   std::uint32_t count;
   Divisor vecs_of_row;
-  const std::int32_t* rows_from;  // of groups: Source's; then rows lie `pitch` chunks apart
+  const std::int32_t* rows_from;  // of groups: KernelInput's; then rows lie `pitch` chunks apart
   std::int64_t pitch;
-  std::uint32_t last_row;  // Source's
+  std::uint32_t last_row;  // KernelInput's
 };
 
 // Returns vec16 u; zeros past the end.   kInGroup: its row may lie anywhere
@@ -113,7 +113,7 @@ inline VecRun run_of(const QuantizeArgs& args) {
 }
 // Returns whether the rows of x are a run of whole blocks.
 inline bool is_run(const QuantizeArgs& args) {
-  const Source& x = args.x;
+  const KernelInput& x = args.x;
   const std::int64_t block = std::max({args.row_spec.block_cols, args.row_spec.transform, kVec});
   const bool has_gaps = !x.rows_from && ((x.rows > 1 && x.row_stride != x.cols) ||
                                          (args.batch > 1 && x.batch_stride != x.rows * x.cols));

@@ -17,8 +17,8 @@ enum Walk : unsigned {
   kBlocks2dWalk = 1 << 3,      // the same codes in both directions: preset_blocks_2d.cu
   kGroupRowsWalk = 1 << 4,     // groups, and matrices of a batch: preset_group_rows.cu
   kGroupTilesWalk = 1 << 5,    // groups: preset_group_tiles.cu
-  kSwiGluRowsWalk = 1 << 6,    // SwiGLU's values by rows: experts/quantize_swiglu_rows.cu
-  kSwiGluTilesWalk = 1 << 7,   // the same by tiles: experts/quantize_swiglu_tiles.cu
+  kSwiGluRowsWalk = 1 << 6,    // SwiGLU's values by rows: activation/quantize_swiglu_rows.cu
+  kSwiGluTilesWalk = 1 << 7,   // the same by tiles: activation/quantize_swiglu_tiles.cu
   kSwiGluMatrixWalk = 1 << 8,  // the same without groups
   kPitchedRowsWalk = 1 << 9    // rows that may lie apart, of bf16 or fp32: preset_pitched_rows.cu
 };

@@ -7,7 +7,8 @@ namespace {
 
 template <class Row, class Col>
 __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<Col>))
-    quantize_whole_tile(const __grid_constant__ Source x, const __grid_constant__ KernelOperand row,
+    quantize_whole_tile(const __grid_constant__ KernelInput x,
+                        const __grid_constant__ KernelOperand row,
                         const __grid_constant__ KernelOperand col,
                         const __grid_constant__ Tiles tiles) {
   constexpr bool kRow = !std::is_same_v<Row, Absent>, kCol = !std::is_same_v<Col, Absent>;

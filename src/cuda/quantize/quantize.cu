@@ -2,9 +2,9 @@
 #include <optional>
 
 #include "cuda/backend.h"
-#include "cuda/common/source.h"
+#include "cuda/common/kernel_input.h"
 #include "cuda/quantize/general.cuh"
-#include "cuda/quantize/whole.cuh"
+#include "cuda/quantize/scales_and_amaxes.cuh"
 #include "fp4_cast.h"
 
 namespace minifloat::cuda {
@@ -281,7 +281,7 @@ bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise,
 // Returns the arguments of a launch, without a direction.
 QuantizeArgs args_of(const TensorRef& x) {
   QuantizeArgs args = {};
-  args.x = source_of(x);
+  args.x = kernel_input(x);
   args.groups = device_groups(x.groups);
   args.is_bf16 = x.dtype == DType::kBFloat16;
   args.batch = x.batch;

@@ -10,8 +10,8 @@ struct QuantizeArgs;  // general.cuh
 
 // Cast one direction of x; the latter under a scale rule that reads values.
 void launch_general(const QuantizeArgs& args, bool columnwise, const Execution& execution);
-void launch_general_by_values(const QuantizeArgs& args, bool columnwise,
-                              const Execution& execution);
+void launch_general_reading_values(const QuantizeArgs& args, bool columnwise,
+                                   const Execution& execution);
 
 // Cast rowwise with a scale a row, whose amax comes from the same read: a warp or a block holds a
 // whole row. The latter also finds the amaxes of the columns of bf16 matrices. Return false, and

@@ -33,8 +33,8 @@ __device__ __forceinline__ std::uint32_t max_of_team(std::uint32_t m, unsigned t
 
 // Casts row `at.row` of x, by all threads of the team.
 template <class T, int kTeam, int kVecs, class Columns>
-__device__ __forceinline__ void cast_whole_row(const Source& x, const KernelOperand& plan, Place at,
-                                               unsigned turn, Columns& columns) {
+__device__ __forceinline__ void cast_whole_row(const KernelInput& x, const KernelOperand& plan,
+                                               Place at, unsigned turn, Columns& columns) {
   const unsigned thread = threadIdx.x % kTeam;
   const T* row = row_of<T>(x, at.batch, at.row);
   const auto col_of = [&](int i) { return (thread + i * kTeam) * kVec; };
@@ -70,7 +70,7 @@ __device__ __forceinline__ void cast_whole_row(const Source& x, const KernelOper
 // ---- Rows ---------------------------------------------------------------------------------------
 template <class T, int kTeam, int kVecs>
 __global__ void __launch_bounds__(kThreads, 16 / (kVecs + 1))
-    quantize_whole_rows(const __grid_constant__ Source x,
+    quantize_whole_rows(const __grid_constant__ KernelInput x,
                         const __grid_constant__ KernelOperand plan,
                         const __grid_constant__ Divisor rows_of_matrix, std::uint32_t rows) {
   Place at = {};
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 16 / (kVecs + 1))
 // Casts rows of groups: teams take rows in turn, up to the last group's end.
 template <class T, int kTeam, int kVecs>
 __global__ void __launch_bounds__(kThreads, 16 / (kVecs + 1))
-    quantize_whole_rows_of_groups(const __grid_constant__ Source x,
+    quantize_whole_rows_of_groups(const __grid_constant__ KernelInput x,
                                   const __grid_constant__ KernelOperand plan,
                                   const std::int32_t* last_end) {
   constexpr std::uint32_t kTeams = kThreads / kTeam;
@@ -103,7 +103,7 @@ inline constexpr std::uint32_t kRowsOfBlock = 64;
 // A block casts kRowsOfBlock rows of a matrix.   columns: (batch, cols), zero before
 template <int kTeam, int kVecs>
 __global__ void __launch_bounds__(kThreads, kVecs < 4 ? 3 : 2)
-    quantize_rows_and_amaxes_of_columns(const __grid_constant__ Source x,
+    quantize_rows_and_amaxes_of_columns(const __grid_constant__ KernelInput x,
                                         const __grid_constant__ KernelOperand plan,
                                         const __grid_constant__ Divisor blocks_of_matrix,
                                         std::uint32_t* columns) {

@@ -10,7 +10,7 @@ namespace {
 
 // ---- Hadamard -----------------------------------------------------------------------------------
 struct HadamardArgs {
-  Source x;
+  KernelInput x;
   DeviceGroups groups;
   int points;
   std::uint32_t signs;
@@ -112,7 +112,7 @@ void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t sig
   MINIFLOAT_CHECK(x.batch * rows < std::int64_t{1} << 31 && padded < std::int64_t{1} << 31,
                   "hadamard: expected less than 2^31 rows in all and 2^31 columns, got ",
                   x.batch * rows, " and ", padded);
-  const HadamardArgs args = {source_of(x),
+  const HadamardArgs args = {kernel_input(x),
                              device_groups(x.groups),
                              points,
                              signs,

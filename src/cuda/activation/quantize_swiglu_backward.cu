@@ -2,14 +2,14 @@
 // the scales need those; or the composition.
 #include <array>
 
+#include "cuda/activation/activation.h"
+#include "cuda/activation/found_amaxes.h"
+#include "cuda/activation/gradient_plans.cuh"
+#include "cuda/activation/gradient_tile.cuh"
+#include "cuda/activation/quantize_swiglu.h"
 #include "cuda/backend.h"
-#include "cuda/experts/experts.h"
-#include "cuda/experts/found_amaxes.h"
-#include "cuda/experts/gradient_plans.cuh"
-#include "cuda/experts/gradient_tile.cuh"
-#include "cuda/experts/quantize_swiglu.h"
+#include "cuda/quantize/fp4_written_as_fp8.cuh"
 #include "cuda/quantize/general.cuh"
-#include "cuda/quantize/plan_as_fp8.cuh"
 
 namespace minifloat::cuda {
 namespace {

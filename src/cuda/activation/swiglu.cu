@@ -7,11 +7,11 @@
 // product whose columns alternate, a lane takes 16 elements.
 //
 //     bytes an element of h: forward 2 + 2 of gate and up, 2 of h; backward 6 and 4 (bf16)
-#include "cuda/experts/swiglu.cuh"
+#include "cuda/activation/swiglu.cuh"
 
+#include "cuda/activation/activation.h"
 #include "cuda/backend.h"
 #include "cuda/common/launch.h"
-#include "cuda/experts/experts.h"
 
 namespace minifloat::cuda {
 namespace {

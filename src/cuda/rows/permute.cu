@@ -6,8 +6,8 @@
 //
 //     bytes an element of a row in bf16: 2, and 2 / slots of x, or of the sum
 #include "cuda/common/launch.h"
-#include "cuda/experts/experts.h"
-#include "cuda/experts/vec8.cuh"
+#include "cuda/common/vec8.cuh"
+#include "cuda/rows/rows.h"
 
 namespace minifloat::cuda {
 namespace {

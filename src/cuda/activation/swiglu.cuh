@@ -6,7 +6,7 @@
 #include "cuda/common/groups.cuh"
 #include "cuda/common/ptx.cuh"
 #include "cuda/common/tile.cuh"
-#include "cuda/experts/vec8.cuh"
+#include "cuda/common/vec8.cuh"
 #include "minifloat/error.h"
 #include "minifloat/experts.h"
 

@@ -7,9 +7,9 @@
 //     with those of half a byte
 #pragma once
 
-#include "cuda/experts/gradient_plans.cuh"
-#include "cuda/experts/gradient_tile.cuh"
-#include "cuda/experts/quantize_swiglu.h"
+#include "cuda/activation/gradient_plans.cuh"
+#include "cuda/activation/gradient_tile.cuh"
+#include "cuda/activation/quantize_swiglu.h"
 #include "cuda/quantize/preset_table.cuh"
 #include "cuda/quantize/preset_tile.cuh"
 

@@ -3,12 +3,12 @@
 // reads.
 //
 //     bytes an element of h: 2 + 2 of gate and up; with h, 2
+#include "cuda/activation/found_amaxes.h"
+#include "cuda/activation/quantize_swiglu.h"
+#include "cuda/activation/swiglu_tile.cuh"
+#include "cuda/activation/tile_amaxes.cuh"
 #include "cuda/common/layout.h"
 #include "cuda/common/reduce.cuh"
-#include "cuda/experts/found_amaxes.h"
-#include "cuda/experts/quantize_swiglu.h"
-#include "cuda/experts/swiglu_tile.cuh"
-#include "cuda/experts/tile_amaxes.cuh"
 
 namespace minifloat::cuda {
 namespace {
@@ -82,7 +82,8 @@ void launch_with_amax(const WholeArgs& args, const Execution& execution) {
 
 // ---- Of tiles -----------------------------------------------------------------------------------
 __global__ void __launch_bounds__(kThreads, 4)
-    amax_of_swiglu_tiles(const __grid_constant__ SwiGluArgs of, const __grid_constant__ Source h,
+    amax_of_swiglu_tiles(const __grid_constant__ SwiGluArgs of,
+                         const __grid_constant__ KernelInput h,
                          const __grid_constant__ Divisor across,
                          const __grid_constant__ SwiGluAmaxes amaxes) {
   extern __shared__ __align__(16) std::uint32_t words[];
@@ -106,7 +107,7 @@ void find_swiglu_amaxes(const SwiGluArgs& of, const TensorRef& h, const SwiGluAm
                         const Execution& execution) {
   const Divisor across(h.cols / kTile);
   amax_of_swiglu_tiles<<<grid_of(h.rows / kTile * across.d, kName), kThreads,
-                         SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(of, source_of(h),
+                         SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(of, kernel_input(h),
                                                                              across, amaxes);
   check_launch(kName);
 }

@@ -1,4 +1,4 @@
-// The CUDA backend of minifloat/experts.h: nothing waits for the device.
+// The CUDA backend of minifloat/experts.h's activations: nothing waits for the device.
 #pragma once
 
 #include "minifloat/experts.h"
@@ -14,9 +14,6 @@ void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* co
                      const Execution& execution);
 void quantize_swiglu_backward(const SwiGlu& of, const void* dh, std::int64_t dh_stride,
                               const SwiGluCasts& casts, const Execution& execution);
-void take_rows(const TakeRows& copy, const Execution& execution);
-void pack_rows(const PackRows& pack, const Execution& execution);
-void add_slots(const AddSlots& sum, const Execution& execution);
 
 // Quantizes h as the kernels compute it, without h in memory. Returns false, and casts nothing,
 // where no kernel fits; the amaxes may then be cleared.

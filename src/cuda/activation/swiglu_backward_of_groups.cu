@@ -3,12 +3,12 @@
 // and a lane the columns that it has in swiglu.cu.
 //
 //     bytes an element of h: 6 read, 4 written (bf16)
+#include "cuda/activation/activation.h"
+#include "cuda/activation/swiglu.cuh"
 #include "cuda/backend.h"
 #include "cuda/common/groups.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/reduce.cuh"
-#include "cuda/experts/experts.h"
-#include "cuda/experts/swiglu.cuh"
 #include "cuda/quantize/column_amaxes.cuh"
 
 namespace minifloat::cuda {

@@ -2,8 +2,8 @@
 // Those of groups are the tiles of cuda/quantize/preset_group_tiles.cu.
 //
 //     bytes an element of h: 2 + 2 of gate and up, 1 or 1/2 of codes a direction
-#include "cuda/experts/quantize_swiglu.h"
-#include "cuda/experts/swiglu_tile.cuh"
+#include "cuda/activation/quantize_swiglu.h"
+#include "cuda/activation/swiglu_tile.cuh"
 #include "cuda/quantize/preset_table.cuh"
 #include "cuda/quantize/preset_tile.cuh"
 
@@ -12,7 +12,7 @@ namespace {
 
 // Finds the tile of a block; without groups, the matrix is one. Returns false where the tile has no
 // columns of a group.
-__device__ __forceinline__ bool find_tile(const Source& x, const DeviceGroups& groups,
+__device__ __forceinline__ bool find_tile(const KernelInput& x, const DeviceGroups& groups,
                                           const Divisor& across, TilePart& part) {
   const std::uint32_t of_rows = across.divide(blockIdx.x),
                       col = (blockIdx.x - of_rows * across.d) * kTile;
@@ -24,7 +24,8 @@ __device__ __forceinline__ bool find_tile(const Source& x, const DeviceGroups& g
 
 template <class Row, class Col>
 __global__ void __launch_bounds__(kThreads, 4)
-    quantize_swiglu_tiles(const __grid_constant__ SwiGluArgs of, const __grid_constant__ Source x,
+    quantize_swiglu_tiles(const __grid_constant__ SwiGluArgs of,
+                          const __grid_constant__ KernelInput x,
                           const __grid_constant__ KernelOperand row,
                           const __grid_constant__ KernelOperand col,
                           const __grid_constant__ DeviceGroups groups,

@@ -2,8 +2,8 @@
 // before the first is stored. Fields are copied in chunks of 16 bytes where all their rows allow
 // it, else of 4, or byte by byte.
 #include "cuda/common/launch.h"
-#include "cuda/experts/experts.h"
-#include "cuda/experts/vec8.cuh"
+#include "cuda/common/vec8.cuh"
+#include "cuda/rows/rows.h"
 
 namespace minifloat::cuda {
 namespace {

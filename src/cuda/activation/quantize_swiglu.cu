@@ -2,12 +2,12 @@
 // scales by the amax of the whole h reads h, which is written with its amax; any other computes it.
 //
 //     bytes an element of FP4 that is written as FP8: 4 read, 2 written; 2 read, 1 written
-#include "cuda/experts/quantize_swiglu.h"
+#include "cuda/activation/quantize_swiglu.h"
 
+#include "cuda/activation/activation.h"
+#include "cuda/activation/found_amaxes.h"
+#include "cuda/activation/swiglu.cuh"
 #include "cuda/backend.h"
-#include "cuda/experts/experts.h"
-#include "cuda/experts/found_amaxes.h"
-#include "cuda/experts/swiglu.cuh"
 #include "cuda/quantize/general.cuh"
 
 namespace minifloat::cuda {

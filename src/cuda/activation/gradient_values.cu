@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "cuda/activation/activation.h"
+#include "cuda/activation/gradient_tile.cuh"
 #include "cuda/backend.h"
-#include "cuda/experts/experts.h"
-#include "cuda/experts/gradient_tile.cuh"
 #include "cuda/quantize/preset_table.cuh"
 #include "cuda/quantize/preset_tile.cuh"
 #include "gradients_in_steps.h"

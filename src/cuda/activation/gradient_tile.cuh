@@ -7,10 +7,10 @@
 //     bytes an element: 6 read (4 without up)
 #pragma once
 
+#include "cuda/activation/swiglu.cuh"
 #include "cuda/common/layout.h"
 #include "cuda/common/reduce.cuh"
 #include "cuda/common/tile.cuh"
-#include "cuda/experts/swiglu.cuh"
 
 namespace minifloat::cuda {
 

@@ -5,9 +5,9 @@
 //     bytes an element of h: 2 + 2 of gate and up, 1 of codes
 #include <algorithm>
 
+#include "cuda/activation/quantize_swiglu.h"
+#include "cuda/activation/swiglu.cuh"
 #include "cuda/common/reduce.cuh"
-#include "cuda/experts/quantize_swiglu.h"
-#include "cuda/experts/swiglu.cuh"
 #include "cuda/quantize/column_amaxes.cuh"
 #include "cuda/quantize/general.cuh"
 

@@ -9,7 +9,7 @@
 
 namespace minifloat::cuda {
 
-struct Source {
+struct KernelInput {
   const void* data;
   std::int64_t batch_stride, row_stride;  // elements
   std::int64_t rows, cols;
@@ -19,7 +19,7 @@ struct Source {
   std::uint32_t last_row;         // at `data`, of those that rows_from names
 };
 
-inline Source source_of(const TensorRef& x) {
+inline KernelInput kernel_input(const TensorRef& x) {
   const std::int64_t size = x.dtype == DType::kFloat32 ? 4 : 2;
   const bool aligned = x.data && reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 &&
                        ((x.rows <= 1 && !x.rows_from) || x.row_stride * size % 16 == 0) &&

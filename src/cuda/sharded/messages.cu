@@ -3,7 +3,7 @@
 // be in flight.
 //
 //     bytes an element: 1, 1/2 or 2 of each rank's codes, a block's scale, 2 or 4 of the sum
-#include "cuda/dequantize/messages.h"
+#include "cuda/sharded/messages.h"
 
 #include <algorithm>
 
@@ -14,7 +14,7 @@ namespace minifloat::cuda {
 namespace {
 
 struct SumArgs {
-  Source values;  // of bf16 messages: (ranks, cols)
+  KernelInput values;  // of bf16 messages: (ranks, cols)
   const std::uint8_t* messages;
   std::int64_t ranks;
   MessageLayout layout;
@@ -188,8 +188,8 @@ void sum_messages(const Messages& m, const MessageLayout& layout, DType dtype, v
   MINIFLOAT_CHECK(m.cols < std::int64_t{1} << 31,
                   "sum_messages: expected less than 2^31 columns, got ", m.cols);
   SumArgs args = {};
-  args.values =
-      source_of({.data = m.data, .dtype = DType::kBFloat16, .rows = m.ranks, .row_stride = m.cols});
+  args.values = kernel_input(
+      {.data = m.data, .dtype = DType::kBFloat16, .rows = m.ranks, .row_stride = m.cols});
   args.values.cols = m.cols;
   args.messages = m.data, args.ranks = m.ranks, args.layout = layout;
   args.rule = m.spec.rule;

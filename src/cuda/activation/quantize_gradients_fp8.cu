@@ -1,4 +1,4 @@
-#include "cuda/experts/quantize_gradients.cuh"
+#include "cuda/activation/quantize_gradients.cuh"
 
 namespace minifloat::cuda {
 

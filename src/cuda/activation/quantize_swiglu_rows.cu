@@ -2,8 +2,8 @@
 // load, others compute, for longer than the load takes.
 //
 //     bytes an element of h: 2 + 2 of gate and up, 1 or 1/2 of codes
-#include "cuda/experts/quantize_swiglu.h"
-#include "cuda/experts/swiglu.cuh"
+#include "cuda/activation/quantize_swiglu.h"
+#include "cuda/activation/swiglu.cuh"
 #include "cuda/quantize/preset_run.cuh"
 #include "cuda/quantize/preset_table.cuh"
 

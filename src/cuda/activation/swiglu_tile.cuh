@@ -1,8 +1,8 @@
 // A tile of h in shared memory, which a block computes.
 #pragma once
 
+#include "cuda/activation/swiglu.cuh"
 #include "cuda/common/groups.cuh"
-#include "cuda/experts/swiglu.cuh"
 
 namespace minifloat::cuda {
 
