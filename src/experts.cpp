@@ -3,17 +3,13 @@
 
 #include <algorithm>
 
-#include "cpu/experts.h"
+#include "backends.h"
 #include "memory_checks.h"
 #include "minifloat/core/block.h"
 #include "minifloat/error.h"
 #include "minifloat/group_checks.h"
 #include "on_device.h"
 #include "quantize_checks.h"
-#if defined(MINIFLOAT_WITH_CUDA)
-#include "cuda/activation/activation.h"
-#include "cuda/rows/rows.h"
-#endif
 
 namespace minifloat {
 namespace {

@@ -1,15 +1,12 @@
 // minifloat/messages.h: layout, checks and the choice of the backend.
 #include "minifloat/messages.h"
 
-#include "cpu/messages.h"
+#include "backends.h"
 #include "memory_checks.h"
 #include "minifloat/core/block.h"
 #include "minifloat/error.h"
 #include "on_device.h"
 #include "quantize_checks.h"
-#if defined(MINIFLOAT_WITH_CUDA)
-#include "cuda/sharded/messages.h"
-#endif
 
 namespace minifloat {
 

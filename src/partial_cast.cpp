@@ -4,10 +4,7 @@
 #include <utility>
 #include <vector>
 
-#include "cpu/backend.h"
-#if defined(MINIFLOAT_WITH_CUDA)
-#include "cuda/backend.h"
-#endif
+#include "backends.h"
 #include "memory_checks.h"
 #include "minifloat/error.h"
 #include "on_device.h"

@@ -3,10 +3,11 @@
 #include <span>
 #include <vector>
 
-#include "backend.h"
+#include "backends.h"
 #include "encode_tile.h"
 #include "grouped.h"
 #include "parallel.h"
+#include "with_format.h"
 
 namespace minifloat::cpu {
 namespace {
@@ -169,12 +170,7 @@ void decode_rows(const Quantized& q, bool for_product, std::uint16_t* bf16, floa
                             .unpacked = unpacked.data(),
                             .bf16 = bf16 ? bf16 + r * padded : nullptr,
                             .fp32 = fp32 ? fp32 + r * padded : nullptr};
-      switch (q.spec.elements) {
-        case Elements::kE4m3: run_widest<DecodeRow<E4M3>>(args); break;
-        case Elements::kE5m2: run_widest<DecodeRow<E5M2>>(args); break;
-        case Elements::kE2m1: run_widest<DecodeRow<E2M1>>(args); break;
-        case Elements::kBf16: break;
-      }
+      with_format(q.spec.elements, [&]<class F>(F) { run_widest<DecodeRow<F>>(args); });
     }
   });
 }

@@ -1,13 +1,12 @@
 // SwiGLU and the copies between tokens and rows, a row at a time in runs of 256 columns. These
 // loops are the specification of the other backends.
-#include "cpu/experts.h"
 
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <memory>
 
-#include "backend.h"
+#include "backends.h"
 #include "gradients_in_steps.h"
 #include "parallel.h"
 #include "swiglu_row.h"

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "backend.h"
+#include "backends.h"
 #include "grouped.h"
 #include "parallel.h"
 

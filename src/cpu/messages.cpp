@@ -1,16 +1,16 @@
 // The sum of messages, a piece of columns at a time: its sums stay in cache while all ranks' codes
 // pass by.
-#include "messages.h"
-
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
 
+#include "backends.h"
 #include "minifloat/core/block.h"
 #include "minifloat/core/rounding.h"
 #include "minifloat/core/scaling.h"
 #include "parallel.h"
 #include "targets.h"
+#include "with_format.h"
 
 namespace minifloat::cpu {
 namespace {
@@ -66,12 +66,9 @@ struct SumPiece {
 };
 
 void sum_piece(const PieceArgs& args) {
-  switch (args.messages->spec.elements) {
-    case Elements::kE4m3: return run_widest<SumPiece<E4M3>>(args);
-    case Elements::kE5m2: return run_widest<SumPiece<E5M2>>(args);
-    case Elements::kE2m1: return run_widest<SumPiece<E2M1>>(args);
-    case Elements::kBf16: return run_widest<SumPiece<Bf16Values>>(args);
-  }
+  const Spec& spec = args.messages->spec;
+  if (spec.is_bf16()) return run_widest<SumPiece<Bf16Values>>(args);
+  with_format(spec.elements, [&]<class F>(F) { run_widest<SumPiece<F>>(args); });
 }
 
 }  // namespace

@@ -12,10 +12,11 @@
 #include <cstring>
 #include <vector>
 
-#include "backend.h"
+#include "backends.h"
 #include "block_scale.h"
 #include "encode_fast.h"
 #include "parallel.h"
+#include "with_format.h"
 
 namespace minifloat::cpu {
 namespace {
@@ -321,24 +322,14 @@ void partial_cast(std::span<const PartialCast> casts, const Execution& execution
   parallel_for(execution, static_cast<std::int64_t>(bands.size()), elements_of(casts),
                [&](std::int64_t i) {
                  const Band& band = bands[static_cast<std::size_t>(i)];
-                 switch (band.cast->spec.elements) {
-                   case Elements::kE4m3: return cast_band<E4M3>(band);
-                   case Elements::kE5m2: return cast_band<E5M2>(band);
-                   case Elements::kE2m1: return cast_band<E2M1>(band);
-                   case Elements::kBf16: return;
-                 }
+                 with_format(band.cast->spec.elements, [&]<class F>(F) { cast_band<F>(band); });
                });
   // Last, because under +delayed the codes are made with the amax that this replaces.
   std::int64_t cells = 0;
   for (const PartialCast& cast : casts) cells += cast.rows * cast.cols / 16;
   parallel_for(execution, static_cast<std::int64_t>(casts.size()), cells, [&](std::int64_t i) {
     const PartialCast& cast = casts[static_cast<std::size_t>(i)];
-    switch (cast.spec.elements) {
-      case Elements::kE4m3: return store_scales<E4M3>(cast);
-      case Elements::kE5m2: return store_scales<E5M2>(cast);
-      case Elements::kE2m1: return store_scales<E2M1>(cast);
-      case Elements::kBf16: return;
-    }
+    with_format(cast.spec.elements, [&]<class F>(F) { store_scales<F>(cast); });
   });
 }
 

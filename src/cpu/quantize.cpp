@@ -12,25 +12,22 @@
 #include <memory>
 #include <vector>
 
-#include "backend.h"
+#include "backends.h"
 #include "encode_tile.h"
 #include "fp4_cast.h"
 #include "grouped.h"
 #include "minifloat/core/amax_history.h"
 #include "minifloat/error.h"
 #include "parallel.h"
+#include "with_format.h"
 
 namespace minifloat::cpu {
 namespace {
 
 template <class T>
 void encode_elements(const EncodeArgs<T>& args) {
-  switch (args.plan->operand.spec.elements) {
-    case Elements::kE4m3: return run_widest<EncodeTile<E4M3, T>>(args);
-    case Elements::kE5m2: return run_widest<EncodeTile<E5M2, T>>(args);
-    case Elements::kE2m1: return run_widest<EncodeTile<E2M1, T>>(args);
-    case Elements::kBf16: return;
-  }
+  with_format(args.plan->operand.spec.elements,
+              [&]<class F>(F) { run_widest<EncodeTile<F, T>>(args); });
 }
 
 // The columns of a direction as read: those that the cast writes, and those of a row in memory.
@@ -121,20 +118,13 @@ class DirectionCast {
 
   // Appends the factors of one more amax, of a tensor or of a row.
   void scale_by(std::uint32_t amax) {
-    switch (plan_.operand.spec.elements) {
-      case Elements::kE4m3: return scale_elements_by<E4M3>(amax);
-      case Elements::kE5m2: return scale_elements_by<E5M2>(amax);
-      case Elements::kE2m1: return scale_elements_by<E2M1>(amax);
-      case Elements::kBf16: return;
-    }
-  }
-  template <class F>
-  void scale_elements_by(std::uint32_t amax) {
     const Spec& spec = plan_.operand.spec;
-    if (spec.has_row_amax() && !spec.has_blocks())
-      rows_.push_back(fp32_factors<F>(spec.rule, spec.scale_rounding, amax));
-    else
-      tensors_.push_back(scale_of_tensor<F>(spec.rule, spec.scale_rounding, amax));
+    with_format(spec.elements, [&]<class F>(F) {
+      if (spec.has_row_amax() && !spec.has_blocks())
+        rows_.push_back(fp32_factors<F>(spec.rule, spec.scale_rounding, amax));
+      else
+        tensors_.push_back(scale_of_tensor<F>(spec.rule, spec.scale_rounding, amax));
+    });
   }
 
   const TensorRef& x_;

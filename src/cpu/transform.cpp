@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "backend.h"
+#include "backends.h"
 #include "grouped.h"
 #include "minifloat/core/swizzle.h"
 #include "parallel.h"

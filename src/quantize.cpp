@@ -1,13 +1,9 @@
-// The functions of minifloat/quantize.h and transform.h: each checks its arguments, then calls the
-// device's backend. Nothing is read or written before every check has passed. Experts, groups,
-// histories and grouped products have files of their own beside this one; GEMMs of dense layers are
-// torch/'s.
+// The functions of minifloat/quantize.h and transform.h: casts, their readers, amaxes, transforms.
+// Each checks its arguments, then calls the backend of the device. Nothing is read or written
+// before every check has passed.
 #include <cstdint>
 
-#include "cpu/backend.h"
-#if defined(MINIFLOAT_WITH_CUDA)
-#include "cuda/backend.h"
-#endif
+#include "backends.h"
 #include "memory_checks.h"
 #include "minifloat/core/swizzle.h"
 #include "minifloat/error.h"
