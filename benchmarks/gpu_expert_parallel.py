@@ -140,7 +140,7 @@ def main() -> None:
             capacity = capacity_of(entry, layer, args.tokens, sizes[1])
             bf16: dict[str, Any] = {}
             for recipe in args.recipes.split(","):
-                for dispatch in ("bf16", "codes"):
+                for dispatch in ("compute_dtype", "codes"):
                     if recipe == "bf16" and dispatch == "codes":
                         continue
                     options = {"dispatch": dispatch, "capacity": capacity}

@@ -12,7 +12,7 @@ import tempfile
 import minifloat as mf
 import pytorch_lightning as pl
 import torch
-from minifloat.lightning import TrainingState
+from minifloat.lightning import TrainingStateCallback
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -51,7 +51,7 @@ def train(folder, resume=None):
         precision="bf16-mixed",
         accumulate_grad_batches=2,
         callbacks=[
-            TrainingState(),
+            TrainingStateCallback(),
             ModelCheckpoint(folder, "{epoch}", save_top_k=-1),
         ],
         logger=False,

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with converted models: TrainingState.
+"""Lightning's Trainer with converted models: TrainingStateCallback.
 
 `import minifloat` does not load this module, which needs lightning or pytorch_lightning.
 """
@@ -25,10 +25,10 @@ else:
 KEY = "minifloat_training_state"
 
 
-class TrainingState(Callback):
+class TrainingStateCallback(Callback):
     """Calls mf.step after each optimizer step, and keeps mf.training_state in checkpoints.
 
-        Trainer(callbacks=[TrainingState()]).fit(module, data)
+        Trainer(callbacks=[TrainingStateCallback()]).fit(module, data)
 
     A resumed run then continues with the same bytes. Do not call mf.step beside this callback.
     """
@@ -42,7 +42,7 @@ class TrainingState(Callback):
         Raises:
             ValueError: no layer of the module is converted.
         """
-        require_converted("TrainingState", pl_module)
+        require_converted("TrainingStateCallback", pl_module)
         self.steps_ended = trainer.global_step
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: nn.Module, *others: object) -> None:
@@ -65,7 +65,7 @@ class TrainingState(Callback):
         """
         if KEY not in checkpoint:
             raise KeyError(
-                f"TrainingState: expected {KEY!r} in the checkpoint, which a run with this "
+                f"TrainingStateCallback: expected {KEY!r} in the checkpoint, which a run with this "
                 "callback writes"
             )
         load_training_state(pl_module, checkpoint[KEY])

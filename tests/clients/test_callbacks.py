@@ -9,8 +9,7 @@ import minifloat as mf
 import pytest
 import pytorch_lightning as pl
 import torch
-from minifloat.lightning import KEY, TrainingState
-from minifloat.transformers import FILE, TrainingStateCallback
+from minifloat import lightning, transformers
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,7 +28,7 @@ def at_step(step, folder, saves=True):
 
 
 def test_the_state_is_saved_and_loaded(tmp_path):
-    model, other, callback = converted(), converted(), TrainingStateCallback()
+    model, other, callback = converted(), converted(), transformers.TrainingStateCallback()
     callback.on_train_begin(*at_step(0, tmp_path), model=model)
     model(torch.randn(8, 32)).sum().backward()
     before = mf.training_state(model)["0.amax_history"]
@@ -39,7 +38,7 @@ def test_the_state_is_saved_and_loaded(tmp_path):
     callback.on_save(*at_step(1, tmp_path, saves=False), model=model)
     assert not (tmp_path / "checkpoint-1").exists()
     callback.on_save(*at_step(1, tmp_path), model=model)
-    for again in (callback, TrainingStateCallback(tmp_path / "checkpoint-1")):
+    for again in (callback, transformers.TrainingStateCallback(tmp_path / "checkpoint-1")):
         other = converted()
         folder = tmp_path if again is callback else tmp_path / "elsewhere"
         again.on_train_begin(*at_step(1, folder), model=other)
@@ -48,19 +47,21 @@ def test_the_state_is_saved_and_loaded(tmp_path):
 
 
 def test_a_checkpoint_without_the_state_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"checkpoint-7.{FILE}.*folder="):
-        TrainingStateCallback().on_train_begin(*at_step(7, tmp_path), model=converted())
-    with pytest.raises(KeyError, match=KEY):
-        TrainingState().on_load_checkpoint(None, converted(), {"state_dict": {}})
+    with pytest.raises(FileNotFoundError, match=f"checkpoint-7.{transformers.FILE}.*folder="):
+        transformers.TrainingStateCallback().on_train_begin(
+            *at_step(7, tmp_path), model=converted()
+        )
+    with pytest.raises(KeyError, match=lightning.KEY):
+        lightning.TrainingStateCallback().on_load_checkpoint(None, converted(), {"state_dict": {}})
 
 
 def test_a_model_without_converted_layers_is_an_error(tmp_path):
     plain = nn.Sequential(nn.Linear(32, 32))
     for model in (plain, None):
         with pytest.raises(ValueError, match="expected a model that mf"):
-            TrainingStateCallback().on_train_begin(*at_step(0, tmp_path), model=model)
-    with pytest.raises(ValueError, match="TrainingState: expected a model"):
-        TrainingState().on_train_start(SimpleNamespace(global_step=0), plain)
+            transformers.TrainingStateCallback().on_train_begin(*at_step(0, tmp_path), model=model)
+    with pytest.raises(ValueError, match="TrainingStateCallback: expected a model"):
+        lightning.TrainingStateCallback().on_train_start(SimpleNamespace(global_step=0), plain)
 
 
 class Module(pl.LightningModule):
@@ -85,7 +86,7 @@ def test_lightning_ends_a_step_after_the_last_micro_batch(tmp_path):
         accelerator="cpu",
         max_epochs=1,
         accumulate_grad_batches=3,
-        callbacks=[TrainingState()],
+        callbacks=[lightning.TrainingStateCallback()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -62,7 +62,7 @@ DIFFERENT = {
     ),
     "algorithm": (
         lambda r: linears(
-            "a", delayed_scaling=mf.nn.DelayedScaling(algorithm="most_recent" if r else "max")
+            "a", delayed_scaling=mf.nn.DelayedScaling(amax_algorithm="most_recent" if r else "max")
         ),
         "(max, margin 0)' on rank 0",
         "(most_recent, margin 0)' on rank 1",

@@ -33,10 +33,10 @@ OF_ROUTERS = {
     "balance_speed": 0.5,
     "balance_loss": 0.5,
 }
-OF_HISTORIES = {"history_length": 5, "algorithm": "most_recent", "margin": 3}
+OF_HISTORIES = {"amax_history_length": 5, "amax_algorithm": "most_recent", "margin": 3}
 SHOWN = {
-    "history_length": "5 steps of history",
-    "algorithm": "(most_recent, margin 0)",
+    "amax_history_length": "5 steps of history",
+    "amax_algorithm": "(most_recent, margin 0)",
     "margin": "(max, margin 3)",
     "bias": "no bias",
 }

@@ -100,7 +100,7 @@ def divided(recipe: str, **options: Any) -> tuple[mf.MoE, Tensor, Tensor]:
 
 def check_waits(rank: int) -> None:
     for recipe in ("bf16", "fp8_tensorwise", "nvfp4"):
-        for dispatch in ("bf16", "codes"):
+        for dispatch in ("compute_dtype", "codes"):
             for capacity, expected in ((None, 1), (20, 0), ("all", 0)):
                 moe, x, g = divided(recipe, dispatch=dispatch, capacity=capacity)
                 found = waits_of(lambda moe=moe, x=x, g=g: moe(x).backward(g))
@@ -114,7 +114,7 @@ def test_a_forward_waits_once_and_with_a_capacity_never(cuda):
 def check_graph(rank: int) -> None:
     """A graph of both passes gives eager's bytes for other tokens."""
     for recipe in CAPTURED:
-        for dispatch in ("bf16", "codes"):
+        for dispatch in ("compute_dtype", "codes"):
             for capacity in (20, "all"):
                 moe, x, g = divided(recipe, dispatch=dispatch, capacity=capacity)
 

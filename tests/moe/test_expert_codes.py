@@ -152,7 +152,7 @@ def test_columnwise_operands_are_cast_from_the_codes_received():
 
 def check_exact_sums(rank: int) -> None:
     """y, dx and dW are equal to the bit where codes and sums are exact."""
-    for dispatch in ("bf16", "codes"):
+    for dispatch in ("compute_dtype", "codes"):
         for recipe in EXACT_SUMS:
             whole = built(recipe, fused_w13=True)
             total = 17
@@ -238,7 +238,7 @@ def check_bias_alone(rank: int, dispatch: str) -> None:
     assert moe.experts.b2.grad.any()
 
 
-@pytest.mark.parametrize("dispatch", ["bf16", "codes"])
+@pytest.mark.parametrize("dispatch", ["compute_dtype", "codes"])
 def test_backward_without_rows_sends_nothing(dispatch):
     run_world(2, check_bias_alone, dispatch)
 

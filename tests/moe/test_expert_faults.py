@@ -49,7 +49,7 @@ def lose_a_rank_in_backward(rank: int, dispatch: str) -> None:
     y.float().square().sum().backward()
 
 
-@pytest.mark.parametrize("dispatch", ["bf16", "codes"])
+@pytest.mark.parametrize("dispatch", ["compute_dtype", "codes"])
 @pytest.mark.parametrize("lose_a_rank", [lose_a_rank_in_forward, lose_a_rank_in_backward])
 def test_others_end_when_a_rank_is_lost(lose_a_rank, dispatch):
     begin = time.monotonic()
@@ -135,7 +135,7 @@ def change_on_one(rank: int, name: str, options: dict[str, object]) -> None:
     moe(x.double() if rank == 1 and name == "dtype" else x)
 
 
-@pytest.mark.parametrize("dispatch", ["bf16", "codes"])
+@pytest.mark.parametrize("dispatch", ["compute_dtype", "codes"])
 @pytest.mark.parametrize("name", ["recipe", "k", "amaxes", "dtype"])
 def test_a_later_change_on_one_rank_is_one_error_on_every_rank(name, dispatch):
     begin = time.monotonic()

@@ -24,7 +24,7 @@ from tests.support.worlds import run_world
 
 
 CASES = [
-    *((recipe, "quantized") for recipe in ("bf16", "mxfp8", "nvfp4", "fp8_tensorwise")),
+    *((recipe, "codes") for recipe in ("bf16", "mxfp8", "nvfp4", "fp8_tensorwise")),
     ("mxfp8", "compute_dtype"),
 ]
 
@@ -47,7 +47,7 @@ def check_sharded(rank: int) -> None:
         found = Pass(cut, own(x, sizes, rank % 2), own(g, sizes, rank % 2))
         if recipe != "bf16":
             gather_of_w2 = product_of(cut.experts, "w2").weight_gather
-            assert (gather_of_w2 is not None) == (gather == "quantized"), recipe
+            assert (gather_of_w2 is not None) == (gather == "codes"), recipe
             assert gather_of_w2 is None or not gather_of_w2.reason, recipe
         first = cut.experts.parallel.first_expert
         require_same_operands(found.products, alone.products, first)

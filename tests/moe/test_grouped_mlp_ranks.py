@@ -26,7 +26,7 @@ FORMS: list[dict[str, Any]] = [
 ]
 TOKENS = [20, 13, 0, 7]
 WAYS: list[dict[str, Any]] = [
-    {"dispatch": "bf16"},
+    {"dispatch": "compute_dtype"},
     {"dispatch": "codes"},
     {"dispatch": "codes", "capacity": 30},
 ]

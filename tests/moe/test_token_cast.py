@@ -240,7 +240,7 @@ def check_ranks(rank: int) -> None:
 
     moe_layer.cast_tokens = read
     for recipe in ("fp8_rowwise", "fp8_blockwise", "mxfp4", "nvfp4"):
-        for dispatch in ("codes", "bf16"):
+        for dispatch in ("codes", "compute_dtype"):
             for reads_codes in (False, True):
                 moe = mf.expert_parallel(layer(recipe), dist.group.WORLD, dispatch=dispatch)
                 twin, x, copied = without_reuse(moe), tokens(), []
@@ -249,7 +249,7 @@ def check_ranks(rank: int) -> None:
                 assert len(copied) == (2 if is_copied else 0)
                 with torch.no_grad():
                     count = casts(lambda m=moe, x=x: m(x), (T, D))
-                if is_copied or dispatch == "bf16":  # values are sent as they are
+                if is_copied or dispatch == "compute_dtype":  # values are sent as they are
                     assert count == 1 + is_copied, (recipe, dispatch)  # and one by `read`
                 assert moe.shared_experts.w1.shared_input.cached is None
 

@@ -44,7 +44,7 @@ WRONG = [
     ({"primary": "no"}, TypeError, "primary: expected True or False, got 'no'"),
     ({"keep_high_precision_init": 1}, TypeError, "keep_high_precision_init: expected True"),
     ({"keep_high_precision_init": True}, ValueError, "expected primary=True with it"),
-    ({"gather": 3}, ValueError, "gather: expected one of quantized, compute_dtype, got 3"),
+    ({"gather": 3}, ValueError, "gather: expected one of codes, compute_dtype, got 3"),
     ({"seed": 1.9}, TypeError, "seed: expected an int"),
     ({"seed": None}, TypeError, "seed: expected an int"),
     ({"data_parallel_rank": "a"}, TypeError, "data_parallel_rank: expected an int, got 'a'"),
@@ -71,9 +71,13 @@ def test_quantize_checks_first(arguments, error, message):
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"history_length": 1.5}, TypeError, "history_length: expected an int, got 1.5"),
-        ({"history_length": 0}, ValueError, "history_length: expected at least 1 step"),
-        ({"algorithm": 3}, ValueError, "algorithm: expected one of max, most_recent, got 3"),
+        ({"amax_history_length": 1.5}, TypeError, "amax_history_length: expected an int, got 1.5"),
+        ({"amax_history_length": 0}, ValueError, "amax_history_length: expected at least 1 step"),
+        (
+            {"amax_algorithm": 3},
+            ValueError,
+            "amax_algorithm: expected one of max, most_recent, got 3",
+        ),
         ({"margin": 1.5}, TypeError, "margin: expected an int, got 1.5"),
         ({"margin": -1}, ValueError, "margin: expected 0 to 126 powers of two, got -1"),
         ({"margin": 127}, ValueError, "margin: expected 0 to 126 powers of two, got 127"),

@@ -206,14 +206,14 @@ def test_a_subclass_of_linear_stays_one():
     assert type(model[1]) is nn.Linear
 
 
-@pytest.mark.parametrize("gather", ["compute_dtype", "quantized"])
+@pytest.mark.parametrize("gather", ["compute_dtype", "codes"])
 def test_a_layer_that_fsdp_shards_alone_is_restored_or_refused(gather):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         model = sequential()
         convert(model, "0: mxfp8", gather=gather)
         fully_shard(model[0])
-        if gather == "quantized":
+        if gather == "codes":
             with pytest.raises(ValueError, match="restore it before fully_shard"):
                 mf.restore_(model)
             assert isinstance(model[0], mf.Linear)

@@ -192,6 +192,9 @@ def _mlp_of_ranks(rng: Random, arena: Arena) -> Call:
         finally:
             dist.destroy_process_group()
 
-    args = {"dispatch": rng.choice(("bf16", "codes")), "capacity": rng.choice((None, 3, "all"))}
+    args = {
+        "dispatch": rng.choice(("compute_dtype", "codes")),
+        "capacity": rng.choice((None, 3, "all")),
+    }
     args |= {"recipe": rng.choice(mf.presets()), "first_expert": 0, "limit": rng.choice((None, 7))}
     return Call(run, args, is_of_models=True)

@@ -285,7 +285,7 @@ def _expert_parallel(rng: Random, arena: Arena) -> Call:
             mf.distributed.destroy_process_group()
 
     args = {
-        "dispatch": rng.choice(("bf16", "codes")),
+        "dispatch": rng.choice(("compute_dtype", "codes")),
         "capacity": rng.choice((None, 3, "all")),
         "dispatcher": None,
     }

@@ -181,7 +181,7 @@ def _described(name: str, layer: RecipeState) -> tuple[Any, ...]:
     kept, sizes = layer.expert_range, None
     if history is not None:
         experts = () if history.dim() == 2 else (kept.experts if kept else history.shape[1],)
-        sizes = (*experts, history.shape[-1] - 1, rule.algorithm, rule.margin)
+        sizes = (*experts, history.shape[-1] - 1, rule.amax_algorithm, rule.margin)
     shape = getattr(layer, "out_features", None), getattr(layer, "in_features", None)
     return (
         layer.fqn or name,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._native import ops
 from ..nn.grouped_product import ProductCall, matrix_of
+from ..nn.registry import COMPUTE_DTYPE
 from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor
 from .feed_forward import (
@@ -61,7 +62,7 @@ def grouped_mlp(
     token_ids: Tensor | None = None,
     first_expert: int = 0,
     group: DeviceMesh | dist.ProcessGroup | None = None,
-    dispatch: str = "bf16",
+    dispatch: str = COMPUTE_DTYPE,
     capacity: int | str | None = None,
     dropped: Tensor | None = None,
 ) -> Tensor:
@@ -128,7 +129,7 @@ def grouped_mlp(
     require_no_tangents("grouped_mlp", (x, *inputs, w2, weights, *biases, b2))
     parsed = Recipe(recipe)
     ranks = None if group is None else group_of("grouped_mlp: group", group)
-    if ranks is None and (dispatch, capacity, dropped) != ("bf16", None, None):
+    if ranks is None and (dispatch, capacity, dropped) != (COMPUTE_DTYPE, None, None):
         raise ValueError(
             "grouped_mlp: expected dispatch, capacity and dropped beside a group, got "
             f"{(dispatch, capacity, dropped)} without one"

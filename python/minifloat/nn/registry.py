@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # ---- several processes ---------------------------------------------------------------------------
 
-QUANTIZED, COMPUTE_DTYPE = "quantized", "compute_dtype"  # how FSDP2 gathers a weight
+CODES, COMPUTE_DTYPE = "codes", "compute_dtype"  # how a weight is gathered, and rows are sent
 
 GatherPlan = object  # of distributed/fsdp, which alone reads it
 PlannedGather = tuple[GatherPlan | None, str]  # and the sentence for the report

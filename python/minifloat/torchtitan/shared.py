@@ -3,7 +3,7 @@
 torchtitan reads the types of fields, so annotations here are evaluated.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import wraps
 from typing import Any, Literal
 
@@ -26,8 +26,8 @@ class Minifloat:
             "auto_filter_small_kn" leaves out small layers (see mf.nn.auto_filter_small_kn).
         keep: what else stays in high precision: "head", "nvfp4_paper" or "nothing", as
             mf.quantize_'s.
-        gather: how FSDP2 gathers weights: "quantized", as codes where they have fewer bits than
-            bf16, or "compute_dtype", as FSDP2 does by itself.
+        gather: how FSDP2 gathers weights: "codes", where they have fewer bits than bf16, or
+            "compute_dtype", as FSDP2 does by itself.
         seed: of stochastic rounding, 64 bits with sign.
         amax_history_length, amax_algorithm, margin: the fields of mf.nn.DelayedScaling.
         memory: what backward computes again instead of saving: "speed", nothing, or "weights".
@@ -37,7 +37,7 @@ class Minifloat:
     recipe: str = ""
     filter_fqns: list[str] = field(default_factory=list)
     keep: Keep = DEFAULT_KEEP
-    gather: Literal["quantized", "compute_dtype"] = "quantized"
+    gather: Literal["codes", "compute_dtype"] = "codes"
     seed: int = 0
     amax_history_length: int = DEFAULT_HISTORY
     amax_algorithm: Literal["max", "most_recent"] = "max"
@@ -54,8 +54,7 @@ def options_of(settings: Minifloat) -> dict[str, Any]:
             "the override's keywords, got none"
         )
     options = asdict(settings)
-    names = {"amax_history_length": "history_length", "amax_algorithm": "algorithm"}
-    rule = {names.get(key, key): options.pop(key) for key in (*names, "margin")}
+    rule = {f.name: options.pop(f.name) for f in fields(DelayedScaling)}
     return {**options, "delayed_scaling": DelayedScaling(**rule)}
 
 

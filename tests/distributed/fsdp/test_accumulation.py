@@ -22,7 +22,7 @@ MICRO_BATCHES = 3
 BF16, FP32 = torch.bfloat16, torch.float32
 
 
-def built(recipe, accumulate, dtype=FP32, gather="quantized", **options):
+def built(recipe, accumulate, dtype=FP32, gather="codes", **options):
     torch.manual_seed(0)
     model = Model(**options).to(dtype)
     mf.quantize_(
@@ -53,7 +53,7 @@ def check_sums(rank, recipes):
         for layer in linear_layers(alone).values():
             layer.weight.main_grad = torch.zeros(layer.weight.shape)
         run(alone, BF16)
-        for gather in ("quantized", "compute_dtype"):
+        for gather in ("codes", "compute_dtype"):
             for reduces in ("last", "each"):
                 policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
                 for options in ({}, {"reshard_after_forward": False}):

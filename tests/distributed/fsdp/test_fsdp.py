@@ -84,13 +84,13 @@ def check_payload(rank):
     with pytest.MonkeyPatch.context() as monkeypatch:
         counted = Counted(monkeypatch)
         for recipe, gather, gathers in (
-            ("fp8_tensorwise", "quantized", [8.0, 8.0]),
-            ("fp8_blockwise", "quantized", [8.01, 8.01]),
-            ("mxfp8", "quantized", [8.25, 8.25]),
-            ("fp8_rowwise", "quantized", [8.0, 8.0]),
-            ("mxfp4", "quantized", [4.25, 4.25]),
-            ("nvfp4", "quantized", [4.04, 4.04]),
-            ("mxfp8_nvfp4", "quantized", [12.3, 12.3]),
+            ("fp8_tensorwise", "codes", [8.0, 8.0]),
+            ("fp8_blockwise", "codes", [8.01, 8.01]),
+            ("mxfp8", "codes", [8.25, 8.25]),
+            ("fp8_rowwise", "codes", [8.0, 8.0]),
+            ("mxfp4", "codes", [4.25, 4.25]),
+            ("nvfp4", "codes", [4.04, 4.04]),
+            ("mxfp8_nvfp4", "codes", [12.3, 12.3]),
             ("nvfp4", "compute_dtype", [16.0, 16.0]),
         ):
             block = nn.Sequential(nn.Linear(k, n, bias=False))

@@ -238,7 +238,7 @@ def check_training(rank, recipes, experts):
             assert_equal(whole(model), whole(alone), (recipe, name))
             for shard in model.state_dict().values():
                 assert type(getattr(shard, "_local_tensor", shard)) is torch.Tensor
-            with pytest.raises(ValueError, match="is gathered quantized; restore it before"):
+            with pytest.raises(ValueError, match="is gathered as codes; restore it before"):
                 mf.restore_(model)
 
 

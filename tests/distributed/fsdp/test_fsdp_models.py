@@ -169,7 +169,7 @@ def check_optimizers(rank):
     kinds = (({"fused": True}, False), ({"foreach": True}, False), ({"foreach": False}, True))
     for options, is_compiled in kinds:
         weights = []
-        for gather in ("quantized", "compute_dtype"):
+        for gather in ("codes", "compute_dtype"):
             torch.manual_seed(0)
             model = Model()
             mf.quantize_(model, "fp8_blockwise", gather=gather)
@@ -369,7 +369,7 @@ def check_errors(rank):
     model = sharded(built("nvfp4"))
     with pytest.raises(ValueError, match="restore it before fully_shard"):
         mf.restore_(model)
-    with pytest.raises(ValueError, match="gather: expected one of quantized, compute_dtype"):
+    with pytest.raises(ValueError, match="gather: expected one of codes, compute_dtype"):
         mf.quantize_(Model(), "nvfp4", gather="bf16")
 
 

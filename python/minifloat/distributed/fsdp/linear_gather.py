@@ -1,6 +1,6 @@
 """Gathers the weights of linear layers as codes, where FSDP2 shards them.
 
-A WeightGather belongs to one weight. In the first gather it casts its shard alone. From the second
+A LinearGather belongs to one weight. In the first gather it casts its shard alone. From the second
 gather on, the weights of one parameter group of FSDP2 form a Batch:
 
     first weight's pre-gather hook     one native call casts the shards of all weights
@@ -14,7 +14,7 @@ all-reduce: of all weights of a model in precompute_scales, else of one batch be
 A gather before forward leaves tensors that only backward reads without memory. In mode "split" it
 moves the rowwise codes, and the gather before backward moves the columnwise ones. In mode "one" the
 columnwise codes are transposed from the rowwise ones, which the gather before backward then
-frees. Where a forward needs codes that are not in memory, `WeightGather.bring` gets them: in mode
+frees. Where a forward needs codes that are not in memory, `LinearGather.bring` gets them: in mode
 "split" by an all-gather for all weights of the batch, in mode "one" by a transpose:
 
     rowwise codes, in backward     where a forward runs again: when that forward first reads them,
@@ -65,7 +65,7 @@ MODE = "fully_shard: expected all {} ranks to have {} in the mode that this rank
 # ---- one weight ----------------------------------------------------------------------------------
 
 
-class WeightGather(Gather):
+class LinearGather(Gather):
     """Gathers one layer's weight (n, cols), whose rows FSDP2 shards over the ranks of a group."""
 
     def __init__(
@@ -116,11 +116,11 @@ class WeightGather(Gather):
         if self.batch is not None or not self.targets:
             return self.batch or Batch([self])
         group, is_tied = self.fsdp_group(), False
-        members: dict[WeightGather, weakref.ref[FSDPParam]] = {}
+        members: dict[LinearGather, weakref.ref[FSDPParam]] = {}
         for parameter in () if group is None else group.fsdp_params:
             local = cast("DTensor", parameter.sharded_param)._local_tensor
             gather = getattr(local, "weight_gather", None)
-            if isinstance(gather, WeightGather) and gather.targets:
+            if isinstance(gather, LinearGather) and gather.targets:
                 is_tied = is_tied or gather in members
                 members[gather] = weakref.ref(parameter)
         is_alone = is_tied or self not in members
@@ -213,7 +213,7 @@ class Batch:
     """
 
     def __init__(
-        self, gathers: Sequence[WeightGather], parameters: Sequence[weakref.ref[FSDPParam]] = ()
+        self, gathers: Sequence[LinearGather], parameters: Sequence[weakref.ref[FSDPParam]] = ()
     ) -> None:
         first = gathers[0]
         self.gathers, self.fsdp_parameters = list(gathers), parameters
@@ -242,7 +242,7 @@ class Batch:
         self.rowwise: list[list[Tensor]] = []  # those of split weights, of a fetch
         self.taken: list[list[Tensor]] = []  # inputs of a world of one
 
-    def send(self, gather: WeightGather, shard: Tensor) -> GatherInputs:
+    def send(self, gather: LinearGather, shard: Tensor) -> GatherInputs:
         """Returns the inputs of one weight, and their batch; casts all weights for the first one.
 
         A shard that this batch has not cast is cast alone: FSDP2 offloads it, or calls hooks in
@@ -268,7 +268,7 @@ class Batch:
         if is_whole and self.splits and selection == BACKWARD and self.gathers[0].keeps_row:
             self.rowwise = self.gather_splits(shards, FORWARD)
 
-    def receive(self, gather: WeightGather, outputs: Sequence[Tensor]) -> None:
+    def receive(self, gather: LinearGather, outputs: Sequence[Tensor]) -> None:
         """Collects all ranks' codes of one weight; fills all weights after the last one."""
         index = self.gathers.index(gather)
         self.outputs += outputs

@@ -4,7 +4,7 @@ The gather before backward frees fprop's codes: it moves dgrad's codes in their 
 are transposed from them. Nothing tells before backward whether a forward will run again, so the
 first read gets fprop's codes:
 
-    an eager layer            calls WeightGather.complete or ExpertGather.operands before its op
+    an eager layer            calls LinearGather.complete or ExpertGather.operands before its op
     compiled code             its ops see that the memory is freed, and call gather_memory
     in mode "one"             the codes are transposed back from dgrad's
     in mode "split"           ranks meet in a handshake by their store, then gather the codes

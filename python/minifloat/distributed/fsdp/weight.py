@@ -32,7 +32,7 @@ from ...nn.registry import is_distributed
 from ..handshake import require_same
 from .expert_gather import ExpertGather
 from .gather import BOTH_GATHERS, Gather, GatherPlan
-from .linear_gather import Batch, WeightGather, exchange_amaxes
+from .linear_gather import Batch, LinearGather, exchange_amaxes
 from .private_state import UnknownFsdpError, find_fsdp_group
 from .weight_tensors import ShardedWeight
 
@@ -54,7 +54,7 @@ def wrap_sharded_weight(module: nn.Module, parameter: Tensor) -> None:
     is_divided = present is not None and present is not parameter and is_distributed(present)
     if is_divided and layer.weight_gather is None:
         return  # tensor parallelism cuts the weight as well
-    wrap(layer, parameter, lambda group: WeightGather(layer, plan, parameter.shape, group))
+    wrap(layer, parameter, lambda group: LinearGather(layer, plan, parameter.shape, group))
 
 
 def wrap_sharded_experts(
@@ -150,7 +150,7 @@ def sharded_batches(model: nn.Module) -> dict[dist.ProcessGroup, dict[Batch, lis
     found: dict[dist.ProcessGroup, dict[Batch, list[Tensor]]] = {}
     for module in model.modules():
         gather = module.__dict__.get("weight_gather")
-        if not isinstance(gather, WeightGather) or not gather.is_quantized:
+        if not isinstance(gather, LinearGather) or not gather.is_quantized:
             continue
         parameter: Any = module._parameters["weight"]
         local = getattr(parameter, "_local_tensor", None)

@@ -72,18 +72,18 @@ class QuantizedColwiseParallel(ColwiseParallel):
 # A rule lists the placements of outputs and of inputs. x is (…, rows, cols); a columnwise operand,
 # as read, is (…, cols, rows). DTensor chooses the rule of least cost.
 
-Rule = tuple[Sequence[Placement], Sequence[Placement | None]]
-RuleOf = Callable[..., list[Rule]]
+ShardingRule = tuple[Sequence[Placement], Sequence[Placement | None]]
+RulesOf = Callable[..., list[ShardingRule]]
 
 
-def sharding_rule(op: Op) -> Callable[[RuleOf], RuleOf]:
+def sharding_rule(op: Op) -> Callable[[RulesOf], RulesOf]:
     """Registers a rule whose result DTensor caches by all arguments that change it.
 
     By default DTensor's key holds integers alone, so two specs would share placements and shapes.
     An origin is left out: a list cannot be in a key, and a stochastic cast is never sharded.
     """
 
-    def register(rule: RuleOf) -> RuleOf:
+    def register(rule: RulesOf) -> RulesOf:
         register_sharding(op)(rule)
         arguments = op._schema.arguments
         first = next(i for i, a in enumerate(arguments) if not isinstance(a.type, torch.TensorType))
@@ -107,7 +107,7 @@ def rules_of_rows(
     inputs: Sequence[Placement],
     others: int,
     is_sharded: bool = True,
-) -> list[Rule]:
+) -> list[ShardingRule]:
     """Lists the rule for replicated tensors and, without groups, the one for shards of rows.
 
     outputs, inputs: placements in shards of rows; others: the number of arguments behind the
@@ -127,7 +127,7 @@ def rules_of_rows(
 @sharding_rule(ops.amax.default)
 def shard_amax(
     x: DTensorSpec, spec: str, columnwise: bool = False, **options: object
-) -> list[Rule]:
+) -> list[ShardingRule]:
     """Lists rules of amax: shards of rows for amaxes of rows without groups, else replicated.
 
     The amax of a tensor is no Partial("max"), whose reduction may lose a NaN.
@@ -139,7 +139,7 @@ def shard_amax(
 @sharding_rule(ops.hadamard.default)
 def shard_hadamard(
     x: DTensorSpec, points: int = 16, columnwise: bool = False, signs: int = 0, **options: object
-) -> list[Rule]:
+) -> list[ShardingRule]:
     """Lists rules of hadamard: replicated, or shards of rows without groups."""
     rows = x.ndim - (1 if columnwise else 2)
     return rules_of_rows("hadamard", options, [Shard(x.ndim - 2)], [Shard(rows)], 3)
@@ -148,7 +148,7 @@ def shard_hadamard(
 @sharding_rule(ops.dequantize.default)
 def shard_dequantize(
     codes: DTensorSpec, scale: object, amax: object, spec: str, cols: int, **options: object
-) -> list[Rule]:
+) -> list[ShardingRule]:
     """Lists rules of dequantize: replicated, or shards of rows in whole blocks without groups."""
     rows, parsed = codes.ndim - 2, Spec.parse(spec)
     of_rows = Shard(rows) if parsed.amax_of == "row" else REPLICATED
@@ -180,7 +180,7 @@ def direction_placements(
 
 
 @sharding_rule(ops.quantize.default)
-def shard_quantize(x: DTensorSpec, row: str, col: str, **options: object) -> list[Rule]:
+def shard_quantize(x: DTensorSpec, row: str, col: str, **options: object) -> list[ShardingRule]:
     """Lists rules of quantize: replicated, or shards under nearest rounding with every amax.
 
     Operands with groups, FP4 written as FP8 and amaxes of columns are replicated. DTensor
@@ -189,7 +189,7 @@ def shard_quantize(x: DTensorSpec, row: str, col: str, **options: object) -> lis
     passed = {
         name: spec.placements for name, spec in options.items() if hasattr(spec, "placements")
     }
-    rules: list[Rule] = []
+    rules: list[ShardingRule] = []
     as_fp8 = options.get("fp8_row") or options.get("fp8_col")
     is_whole = "rng" in passed or "groups" in passed or as_fp8 or options.get("amaxes_of_columns")
     for dim in (None,) if is_whole else (None, x.ndim - 2, x.ndim - 1):

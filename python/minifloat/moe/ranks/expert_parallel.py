@@ -10,6 +10,7 @@ from torch import nn
 from ...checks import require_module
 from ...nn.grouped_product import product_of
 from ...nn.names import clean_name, unwrapped
+from ...nn.registry import COMPUTE_DTYPE
 from ..layer import Experts, MoE
 from .dispatch import Dispatcher
 from .parallel_experts import ExpertParallel, group_of, require_sending
@@ -24,7 +25,7 @@ def expert_parallel(
     model: Module,
     mesh: DeviceMesh | dist.ProcessGroup,
     *,
-    dispatch: str = "bf16",
+    dispatch: str = COMPUTE_DTYPE,
     capacity: int | str | None = None,
     dispatcher: Dispatcher | None = None,
 ) -> Module:
@@ -39,7 +40,7 @@ def expert_parallel(
         model: an mf.MoE, or a module that has some.
         mesh: one dimension of a DeviceMesh, whose parameters become DTensors with Shard(0), or a
             process group, whose parameters become this rank's part.
-        dispatch: "bf16": rows are sent in the compute dtype. "codes": x and the gradient of the
+        dispatch: "compute_dtype": rows are sent in it. "codes": x and the gradient of the
             output are sent as codes of the recipe, and as values where it has bf16.
         capacity: most rows from one rank to another in one forward; "all": as many as there can be,
             with equal numbers of tokens on all ranks. No pass waits for the device then. Rows past

@@ -36,6 +36,7 @@ from ..._native import ops
 from ...checks import require_int, require_one_of
 from ...distributed.handshake import require_same
 from ...nn.grouped_product import ProductCall, product_of
+from ...nn.registry import CODES, COMPUTE_DTYPE
 from ...nn.state.recipe_state import ExpertRange
 from ...private_torch import all_gather_with_gradient
 from ...recipe import Recipe
@@ -57,7 +58,6 @@ from .operand_cast import G, OperandCast, X, operand_spec, why_not_codes
 Prepare = Callable[[Tensor, bool], Products]  # begins a forward, as Experts.prepare
 
 ALL = "all"  # the capacity that drops no row
-DISPATCHES = ("bf16", "codes")
 DIVIDE = "expert_parallel: expected all {} ranks to divide {}"
 EQUAL = "expert_parallel: expected all ranks to have the same layer"
 
@@ -151,7 +151,7 @@ class ExpertParallel:
 
     def _operand_cast(self, name: str, calls: Sequence[ProductCall]) -> OperandCast | None:
         """Returns the cast of X or G, which `calls` read; None where it travels as values."""
-        if self.dispatch != "codes" or why_not_codes(name, calls) is not None:
+        if self.dispatch != CODES or why_not_codes(name, calls) is not None:
             return None
         return OperandCast(name, calls[0], self.expert_range)
 
@@ -297,7 +297,7 @@ class ExpertParallel:
 
     def describe(self, module: Any) -> str:
         """Returns what this rank has, and how the operands of the experts `module` travel."""
-        if self.dispatch == "bf16":
+        if self.dispatch == COMPUTE_DTYPE:
             return f"{self}, sends values"
         product, texts = product_of(module, "w2"), []
         recipe = Recipe("bf16") if product is None else product.recipe
@@ -332,7 +332,7 @@ def group_of(title: str, mesh: Any) -> dist.ProcessGroup:
 
 def require_sending(function: str, dispatch: object, capacity: object) -> None:
     """Checks how rows are to be sent.   function: for errors."""
-    require_one_of(f"{function}: dispatch", dispatch, DISPATCHES)
+    require_one_of(f"{function}: dispatch", dispatch, (CODES, COMPUTE_DTYPE))
     if capacity is None or capacity == ALL:
         return
     if isinstance(capacity, str):

@@ -30,7 +30,7 @@ from ..linear import (
     restore_linear,
 )
 from ..names import unwrapped
-from ..registry import COMPUTE_DTYPE, QUANTIZED, expert_functions
+from ..registry import CODES, COMPUTE_DTYPE, expert_functions
 from ..state.model_state import (
     require_same_random_state,
     share_random_state,
@@ -61,7 +61,7 @@ def quantize_(
     experts: Mapping[str, Iterable[str]] | None = None,
     primary: bool = False,
     keep_high_precision_init: bool = False,
-    gather: str = QUANTIZED,
+    gather: str = CODES,
     seed: int = 0,
     data_parallel_rank: int | None = None,
     delayed_scaling: DelayedScaling = DEFAULT_DELAYED,
@@ -104,8 +104,8 @@ def quantize_(
         keep_high_precision_init: with primary, whether to copy the initial weight to
             module.weight_high_precision_init, on the CPU; of experts, to that name after each
             parameter's: module.w1_high_precision_init.
-        gather: how FSDP2 gathers weights: "quantized", as codes where codes have fewer bits than
-            bf16, or "compute_dtype", as FSDP2 does by itself.
+        gather: how FSDP2 gathers weights: "codes", where they have fewer bits than bf16, or
+            "compute_dtype", as FSDP2 does by itself.
         seed: of stochastic rounding, 64 bits with sign. It is mixed with data_parallel_rank, and
             with each layer's name in `model`. Parts of a model that are converted one by one, and
             that have layers of equal names, need a seed each: mf.step raises an error otherwise.
@@ -143,7 +143,7 @@ def quantize_(
     require_int("seed", seed)
     if data_parallel_rank is not None:
         require_int("data_parallel_rank", data_parallel_rank, 0)
-    require_one_of("gather", gather, (QUANTIZED, COMPUTE_DTYPE))
+    require_one_of("gather", gather, (CODES, COMPUTE_DTYPE))
     require_primary(primary, keep_high_precision_init)
     require_bool("fuse", fuse)
     require_one_of("memory", memory, RECOMPUTE)
@@ -231,7 +231,7 @@ def restore_(model: nn.Module) -> nn.Module:
         if state.weight_gather is not None:
             raise ValueError(
                 f"restore_: expected a model that FSDP2 has not sharded, but {state.fqn} is "
-                "gathered quantized; restore it before fully_shard"
+                "gathered as codes; restore it before fully_shard"
             )
         if isinstance(state, Linear) and class_without_recipe(type(state)) is None:
             raise ValueError(

@@ -120,7 +120,7 @@ def _roll_histories(layers: list[tuple[str, RecipeState]], ranks: dist.ProcessGr
         groups.setdefault(key, []).append(history)
         layer.evaluates_unscaled = False
     for (_, _, rule), histories in groups.items():
-        ops.roll_amax_histories(histories, algorithm=rule.algorithm, margin=rule.margin)
+        ops.roll_amax_histories(histories, algorithm=rule.amax_algorithm, margin=rule.margin)
 
 
 def _reduce_running(delayed: list[tuple[RecipeState, Tensor]], group: dist.ProcessGroup) -> None:

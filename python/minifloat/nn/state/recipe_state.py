@@ -45,8 +45,8 @@ class DelayedScaling:
     """How delayed scaling finds a scale: docs/numerics.md, section 3.
 
     Args:
-        history_length: the steps whose amaxes are kept.
-        algorithm: which of them counts, "max" or "most_recent".
+        amax_history_length: the steps whose amaxes are kept.
+        amax_algorithm: which of them counts, "max" or "most_recent".
         margin: by how many powers of two scales are enlarged.
 
     Raises:
@@ -54,19 +54,19 @@ class DelayedScaling:
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
-        >>> of_64_steps = mf.nn.DelayedScaling(history_length=64)
+        >>> of_64_steps = mf.nn.DelayedScaling(amax_history_length=64)
         >>> report = mf.quantize_(model, "fp8_delayed", delayed_scaling=of_64_steps)
         >>> mf.training_state(model)["0.amax_history"].shape  # a step's own amaxes, and the history
         torch.Size([6, 65])
     """
 
-    history_length: int = DEFAULT_HISTORY
-    algorithm: str = "max"
+    amax_history_length: int = DEFAULT_HISTORY
+    amax_algorithm: str = "max"
     margin: int = 0
 
     def __post_init__(self) -> None:
-        require_int("history_length", self.history_length, 1, unit="step")
-        require_one_of("algorithm", self.algorithm, ("max", "most_recent"))
+        require_int("amax_history_length", self.amax_history_length, 1, unit="step")
+        require_one_of("amax_algorithm", self.amax_algorithm, ("max", "most_recent"))
         require_int("margin", self.margin, 0, MAX_MARGIN, "powers of two")
 
 
@@ -202,7 +202,7 @@ class RecipeState(nn.Module):
         stream = as_normal(torch.full((1,), stream_id, dtype=torch.int64, device=device))
         history = None
         if recipe.is_delayed:
-            shape = len(operand_names()), *experts, 1 + delayed.history_length
+            shape = len(operand_names()), *experts, 1 + delayed.amax_history_length
             history = as_normal(torch.zeros(shape, dtype=torch.float32, device=device))
         in_forward = (recipe.fprop.a, recipe.fprop.b)
         self.evaluates_unscaled = any(Spec.parse(spec).is_delayed for spec in in_forward)
