@@ -65,7 +65,7 @@ PYTHON_TESTS = {
     "nn/cache": "nn/test_reuse nn/test_reuse_edges nn/test_shared_input moe/test_reuse",
     "nn/accumulation": "nn/test_main_grad nn/test_accumulation nn/test_accumulation_edges",
     "nn/grouped_product": "nn/test_grouped_mm moe/test_convert moe/test_layer moe/test_primary "
-    "nn/test_state distributed/fsdp/test_fsdp_experts",
+    "nn/test_state moe/test_expert_parallel distributed/fsdp/test_fsdp_experts",
     "nn/linear": "nn/test_linear nn/test_convert nn/test_convert_tensors nn/test_convert_arguments "
     "tensor/test_primary",
     "nn/convert": "nn/test_keep nn/test_convert nn/test_convert_arguments nn/test_convert_edges "

@@ -1,9 +1,11 @@
 """Each example runs as a user runs it and trains. Resumed and saved bytes are equal."""
 
+import math
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import minifloat
@@ -98,6 +100,19 @@ RUNS = {
 }
 
 
+def loss_without_inputs(file):
+    """Returns the least loss of a model that does not read its inputs."""
+    if file in ("train_peft", "train_transformers"):
+        return math.log(64)  # of 64 tokens that occur equally often
+    if file in ("train_accelerate", "train_lightning", "train_8bit_adam", "train_pipeline"):
+        return 1.0  # the variance of the target, normal numbers
+    if file == "train_zero3":
+        return 1.0
+    text = (FOLDER / "train_one_gpu.py").read_bytes()  # which the others learn
+    shares = [count / len(text) for count in Counter(text).values()]
+    return -sum(share * math.log(share) for share in shares)
+
+
 def test_all_examples_run():
     files = {path.stem for path in FOLDER.glob("*.py")}
     assert files == {re.split("[ ,]", name)[0] for name in RUNS}
@@ -128,7 +143,9 @@ def test_an_example_trains(name, tmp_path):
         timeout=SECONDS,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    first, last = map(float, re.search(r"loss: (\S+) -> (\S+)", done.stdout).groups())
-    assert last < 0.8 * first, done.stdout
+    losses = re.findall(r"loss: (\S+) -> (\S+)", done.stdout)
+    assert losses, done.stdout
+    limit = loss_without_inputs(file)
+    assert all(float(last) < limit for _, last in losses), done.stdout
     for line in lines:
         assert line in done.stdout.splitlines(), done.stdout

@@ -5,11 +5,12 @@ import time
 import minifloat as mf
 import pytest
 import torch.distributed as dist
-from minifloat.moe.ranks import parallel_experts
+from minifloat.distributed.handshake import rounds
 from minifloat.nn.grouped_product import product_of
 
 from tests.distributed.test_faults import LOST, TIMEOUT, die
 from tests.support.expert_world import E, K, built, draw
+from tests.support.host_reads import HostReads
 from tests.support.worlds import KILLED, last_words, run_world
 
 
@@ -161,22 +162,18 @@ def test_with_a_capacity_the_changed_rank_has_the_error(name, capacity):
 
 def change_on_all(rank: int) -> None:
     """Equal changes are no error, and ranks meet at the store in the first forward alone."""
-    meetings, copies = [], []
-    meet, to_host = parallel_experts.require_same, parallel_experts.to_host
-    parallel_experts.require_same = lambda *a, **kwargs: meetings.append(1) or meet(*a, **kwargs)
-    parallel_experts.to_host = lambda t: copies.append(1) or to_host(t)
     for options in ({}, {"capacity": "all"}, {"capacity": 40}):
         moe = mf.expert_parallel(built("mxfp8"), dist.group.WORLD, **options)
-        meetings.clear()
+        met = rounds.get(dist.group.WORLD, 0)
         for i in range(3):
             for name in CHANGES:
                 count = change(moe, name) + i
-                copies.clear()
-                moe(draw(rank, count)).float().square().sum().backward()
-                moe(draw(rank, count))
+                with HostReads() as copies:
+                    moe(draw(rank, count)).float().square().sum().backward()
+                    moe(draw(rank, count))
                 # With exact sizes both forwards copy, and the first one of all in any case.
-                assert len(copies) <= 1 + (i == 0) + (not options)
-        assert len(meetings) == 1
+                assert len(copies.found) <= 1 + (i == 0) + (not options)
+        assert rounds[dist.group.WORLD] == met + 1
 
 
 def test_equal_changes_on_all_ranks():
