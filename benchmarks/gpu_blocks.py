@@ -247,7 +247,7 @@ def main() -> int:
     parser.add_argument("--recipes", default=",".join(BARS), help="%(default)s")
     parser.add_argument("--peers", default=f"{TORCHAO},{TRANSFORMER_ENGINE}", help="%(default)s")
     parser.add_argument("--fuse", action="store_true", help="mf.quantize_(…, fuse=True)")
-    parser.add_argument("--memory", default="speed", help="mf.quantize_(…, memory=…): %(default)s")
+    parser.add_argument("--recompute", help="mf.quantize_(…, recompute=…)")
     parser.add_argument("--profile", action="store_true", help="also the time of kinds of kernels")
     arguments = parser.parse_args()
     device = timing.require_device(arguments.device)
@@ -259,7 +259,7 @@ def main() -> int:
         if peer not in peers:
             print(f"{peer}: left out, not installed")
     rows = []
-    options = {"fuse": arguments.fuse, "memory": arguments.memory}
+    options = {"fuse": arguments.fuse, "recompute": arguments.recompute}
     for name, build in models(sizes, device, recipes, peers, options):
         timing.compile_each_shape()
         gc.collect()

@@ -217,7 +217,7 @@ def main() -> int:
     parser.add_argument("--recipes", default=",".join(RECIPES + peers), help="bf16 first")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     parser.add_argument("--graph", action="store_true", help="the step in a CUDA graph")
-    parser.add_argument("--memory", default="speed", help="of mf.quantize_: speed or weights")
+    parser.add_argument("--recompute", help="mf.quantize_(…, recompute=…)")
     parser.add_argument("--fuse", action="store_true", help="fuse casts into what comes before")
     parser.add_argument("--width", type=int, default=WIDTH, help="of a block: a multiple of 512")
     parser.add_argument("--alone", type=int, help="the ranks of which this process is one")
@@ -233,7 +233,7 @@ def main() -> int:
     else:
         device = ranks.join("cuda")
     gather = None if options.alone else ranks.all_gather_gb_s(device)
-    of_quantize = {"memory": options.memory, "fuse": options.fuse}
+    of_quantize = {"recompute": options.recompute, "fuse": options.fuse}
     setting = Setting(device, options.width, not options.eager, options.graph, of_quantize)
     rows = []
     for seq in (int(n) for n in options.seq.split(",")):

@@ -7,7 +7,7 @@
 32 layers of dim 4096, 32 heads, 8 key/value heads, hidden width 14336, vocabulary 128,256;
 sequences of 8192 random tokens, so speed is measured and not loss. Parameters, gradients and
 AdamW's states are bf16. Each block is one compiled graph that all 32 share. Converted are all
-linear layers but the head, with fuse=True and memory="weights".
+linear layers but the head, with fuse=True and recompute="weight".
 
     step     blocks of the whole batch -> norm, head and loss, forward and backward, a sequence at a
              time -> backward of the blocks -> fused AdamW -> mf.step
@@ -72,7 +72,7 @@ from tests.support.llama import ModelConfig, compile_layers
 RESULTS = timing.ROOT / "research" / "parity" / "llama8b"
 RECIPES = [BF16, "fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2"]
 RECIPES += [f"{TORCHAO_PREFIX}tensorwise", f"{TORCHAO_PREFIX}rowwise"]
-OPTIONS: dict[str, Any] = {"fuse": True, "memory": "weights"}  # of mf.quantize_
+OPTIONS: dict[str, Any] = {"fuse": True, "recompute": "weight"}  # of mf.quantize_
 PEAK = 989e12  # operations a second
 GIB = 2**30
 SPARE = 2 * GIB  # of the GPU's memory, for the code of kernels

@@ -22,7 +22,7 @@ def build(recipe):
     """Returns a converted model of bf16 weights, each with a float32 sum of gradients."""
     torch.manual_seed(0)
     model = Llama().to(DEVICE, torch.bfloat16)
-    print(mf.quantize_(model, recipe, accumulate="main_grad", fuse=True, memory="weights"))
+    print(mf.quantize_(model, recipe, accumulate="main_grad", fuse=True, recompute="weight"))
     for m in model.modules():
         if isinstance(m, mf.Linear):
             m.weight.main_grad = torch.zeros(m.weight.shape, device=m.weight.device)

@@ -239,7 +239,7 @@ def peaks() -> str:
     fsdp = figures.by_name(figures.rows_of("gpu_fsdp", seq=8192), "peak_gib")
     cases = {
         "[a step](speed.md#a-training-step) of four Llama3-8B blocks, with `fuse=True` and "
-        '`memory="weights"`': step,
+        '`recompute="weight"`': step,
         "[FSDP2 on four GPUs](speed.md#several-gpus), 8192 tokens each": fsdp,
         f"[a layer](speed.md#experts) of {LAYER_128[2]} experts": layer,
     }

@@ -1,4 +1,4 @@
-"""mf.quantize_(…, memory="weights") of experts: the bits of "speed", without codes of weights."""
+"""mf.quantize_(…, recompute="weight") of experts: the bits without it, and no codes of weights."""
 
 from __future__ import annotations
 
@@ -112,12 +112,12 @@ def test_bad_recompute():
 
 
 def pair(name: str, recipe: str) -> tuple[nn.Module, nn.Module]:
-    """Returns one model under memory="speed" and one under "weights"."""
+    """Returns one model that saves codes of weights, and one that recomputes them."""
     torch.manual_seed(0)
     model = nn.Sequential(BLOCKS[name]())
     twin = copy.deepcopy(model)
     mf.quantize_(model, recipe)
-    mf.quantize_(twin, recipe, memory="weights")
+    mf.quantize_(twin, recipe, recompute="weight")
     return model, twin
 
 
@@ -208,14 +208,14 @@ def test_a_copy_of_the_parameter_is_not_saved(is_cast):
     dtype = torch.bfloat16 if is_cast else torch.float32
     x = torch.randn(E, 8, D).to(dtype).requires_grad_()
     found = []
-    for memory in ("speed", "weights"):
+    for recompute in (None, "weight"):
         torch.manual_seed(0)
         model = nn.ModuleDict({"experts": Batched()})
         mf.quantize_(
             model,
             "fp8_rowwise",
             experts={"experts": ["inputs", "outputs"]},
-            memory=memory,
+            recompute=recompute,
         )
         experts = model["experts"]
         found.append(saved_bytes(lambda e=experts: e(x), [x, *model.parameters()]))

@@ -64,7 +64,7 @@ def test_vjp_of_each_op_is_its_backward_pass(make, options):
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("options", [{}, {"primary": True}, {"memory": "weights"}])
+@pytest.mark.parametrize("options", [{}, {"primary": True}, {"recompute": "weight"}])
 def test_gradients_of_a_model(recipe, options):
     if recipe == "fp8_delayed" and "primary" in options:
         return  # codes scale by an amax of their own

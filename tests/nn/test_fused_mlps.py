@@ -375,7 +375,7 @@ def test_fuse_is_a_bool():
 @pytest.mark.parametrize("fuse", [True, False])
 def test_codes_of_weights_that_backward_casts_again(fuse, run):
     model = block("mxfp8", fuse=fuse)
-    small = block("mxfp8", fuse=fuse, memory="weights")
+    small = block("mxfp8", fuse=fuse, recompute="weight")
     assert small.attention.wq.recompute == "weight"
     assert "recompute='weight'" in repr(small.attention.wq)
     require_same_results(results(small, RUNS[run](small)), results(model, RUNS[run](model)))
@@ -388,10 +388,10 @@ def test_codes_of_weights_that_backward_casts_again(fuse, run):
 def test_checkpointed_forwards_save_weights_alike(order):
     """A recomputed forward reads no cached codes where the forward before it saved a weight."""
     found = []
-    for memory in ("speed", "weights"):
+    for recompute in (None, "weight"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-        mf.quantize_(model, "fp8_rowwise", memory=memory)
+        mf.quantize_(model, "fp8_rowwise", recompute=recompute)
         for _ in range(2):
             losses = []
             for _ in range(2):
@@ -407,25 +407,25 @@ def test_checkpointed_forwards_save_weights_alike(order):
 
 
 def test_saved_bytes_of_a_layer():
-    def saved(memory):
-        layer, _ = converted(nn.Linear(WIDTH, 4 * WIDTH), "fp8_rowwise", memory=memory)
+    def saved(recompute):
+        layer, _ = converted(nn.Linear(WIDTH, 4 * WIDTH), "fp8_rowwise", recompute=recompute)
         return saved_bytes(lambda: layer(hidden()), layer.parameters())
 
-    assert saved("weights") <= saved("speed") - WIDTH * 4 * WIDTH
+    assert saved("weight") <= saved(None) - WIDTH * 4 * WIDTH
 
 
 def test_autocast_saves_codes_and_no_rounded_weight():
     """Under both choices: a rounded copy of the weight would have more bytes than its codes."""
 
-    def saved(memory):
+    def saved(recompute):
         linear = nn.Linear(WIDTH, 4 * WIDTH)
-        layer, _ = converted(linear, "fp8_rowwise", torch.float32, memory=memory)
+        layer, _ = converted(linear, "fp8_rowwise", torch.float32, recompute=recompute)
         with torch.autocast("cpu", torch.bfloat16):
             return saved_bytes(lambda: layer(hidden(torch.float32)), layer.parameters())
 
-    assert saved("weights") == saved("speed")
+    assert saved("weight") == saved(None)
 
 
-def test_bad_memory():
-    with pytest.raises(ValueError, match="memory: expected one of"):
-        block(memory="small")
+def test_bad_recompute():
+    with pytest.raises(ValueError, match="recompute: expected one of None, weight, got 'small'"):
+        block(recompute="small")

@@ -219,7 +219,7 @@ def gradients_around(model: nn.Module, event: Callable[[nn.Module], None]) -> li
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", DELAYED])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"memory": "weights"}, {"fuse": True}, {"accumulate": "main_grad"}, {"primary": True}],
+    [{}, {"recompute": "weight"}, {"fuse": True}, {"accumulate": "main_grad"}, {"primary": True}],
 )
 def test_models_give_the_gradients_of_their_forward(recipe, options):
     if recipe == DELAYED and "primary" in options:

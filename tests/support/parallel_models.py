@@ -46,14 +46,14 @@ class Block(nn.Module):
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
-def built(recipe, data_parallel_rank=0, device="cpu", memory="speed"):
+def built(recipe, data_parallel_rank=0, device="cpu", recompute=None):
     model = nn.Sequential(Block(), nn.Identity())
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
             parameter.copy_(integers(i, *parameter.shape))
     model.to(device)
     rank = data_parallel_rank
-    mf.quantize_(model, recipe, data_parallel_rank=rank, memory=memory)
+    mf.quantize_(model, recipe, data_parallel_rank=rank, recompute=recompute)
     return model
 
 
@@ -84,7 +84,7 @@ def require_equal(got, want, recipe, where):
     assert torch.equal(got, want), where
 
 
-def check_models(rank, recipes, ranks, kind="cpu", compare=require_equal, memory="speed"):
+def check_models(rank, recipes, ranks, kind="cpu", compare=require_equal, recompute=None):
     """Checks a model with tensor parallelism over some ranks, and FSDP2 over the others.
 
     Calls compare(got, want, recipe, where) of outputs and gradients.
@@ -99,7 +99,7 @@ def check_models(rank, recipes, ranks, kind="cpu", compare=require_equal, memory
         y, dx = train_step(alone, x, weights)
         for name, plan in PLANS.items():
             here = (recipe, name, world, ranks)
-            model = built(recipe, device=device, memory=memory)
+            model = built(recipe, device=device, recompute=recompute)
             parallelize_module(model[0], tp, plan)
             if ranks < world:
                 fully_shard(model[0], mesh=mesh["dp"])

@@ -4,6 +4,7 @@ torchtitan is changed for the CPU, so every test runs in a process of its own.
 """
 
 import importlib.metadata
+import inspect
 import re
 from pathlib import Path
 
@@ -73,6 +74,25 @@ def test_the_flags_of_the_page_say_what_they_should():
     page = (Path(__file__).parents[2] / "docs" / "torchtitan.md").read_text()
     flags = re.search(r"^```\n(--job\..*?)^```", page, re.DOTALL | re.MULTILINE)
     run(check_flags, flags[1].split())
+
+
+def check_options():
+    """Each flag reaches the argument of mf.quantize_ that has its name, or a converted layer."""
+    from minifloat.torchtitan.shared import options_of
+
+    flags = ["--minifloat.recipe=mxfp8", "--minifloat.recompute=weight", "--minifloat.fuse"]
+    given = options_of(config_of(*flags).minifloat)
+    assert given["recompute"] == "weight"
+    assert given.keys() <= inspect.signature(mf.quantize_).parameters.keys()
+    assert options_of(config_of(flags[0]).minifloat)["recompute"] is None
+    model, _ = built("llama3", *flags)
+    assert {layer.recompute for layer in states_of(model)} == {"weight"}
+    with pytest.raises(SystemExit):
+        config_of(*flags[:1], "--minifloat.recompute=weights")
+
+
+def test_options_are_those_of_quantize():
+    run(check_options)
 
 
 # ---- A model -------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class Minifloat:
             "compute_dtype", as FSDP2 does by itself.
         seed: of stochastic rounding, 64 bits with sign.
         amax_history_length, amax_algorithm, margin: the fields of mf.nn.DelayedScaling.
-        memory: what backward computes again instead of saving: "speed", nothing, or "weights".
+        recompute: what backward computes again instead of saving: "weight", or None, nothing.
         fuse: whether feed-forwards are one op (docs/memory.md).
     """
 
@@ -42,7 +42,7 @@ class Minifloat:
     amax_history_length: int = DEFAULT_HISTORY
     amax_algorithm: Literal["max", "most_recent"] = "max"
     margin: int = 0
-    memory: Literal["speed", "weights"] = "speed"
+    recompute: Literal["weight"] | None = None
     fuse: bool = False
 
 

@@ -193,7 +193,7 @@ VARIANTS = {
     "not resharded": {"reshard_after_forward": False},
     "the root alone": {"by_layer": False},
     "autocast": {"autocast": True},
-    "no codes saved": {"memory": "weights"},
+    "no codes saved": {"recompute": "weight"},
 }
 
 
@@ -227,8 +227,8 @@ def check_training(rank, recipes, experts):
             is_recomputed = options.pop("is_recomputed", False)
             by_layer = options.pop("by_layer", True)
             reshard = options.pop("reshard_after_forward", True)
-            memory = options.pop("memory", "speed")
-            alone, model = built(recipe, experts)[0], built(recipe, experts, memory=memory)[0]
+            recompute = options.pop("recompute", None)
+            alone, model = built(recipe, experts)[0], built(recipe, experts, recompute=recompute)[0]
             alone.is_recomputed = model.is_recomputed = is_recomputed
             losses = train(alone, **options)
             for layer in model if by_layer else ():

@@ -1,5 +1,5 @@
-"""memory="weights" of tensor-parallel layers: the bits and the messages of "speed", and fewer saved
-bytes. Both multiply the same shards: repetitions (exact_sums.py)."""
+"""recompute="weight" of tensor-parallel layers: the bits and the messages without it,
+and fewer saved bytes. Both multiply the same shards: repetitions (exact_sums.py)."""
 
 import minifloat as mf
 import pytest
@@ -101,17 +101,17 @@ def test_bits_of_a_compiled_layer():
 # ---- modules -------------------------------------------------------------------------------------
 
 
-def built(recipe, memory, mesh):
+def built(recipe, recompute, mesh):
     model = nn.Sequential(nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, WIDTH))
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
             parameter.copy_(values(i, *parameter.shape))
-    mf.quantize_(model, recipe, memory=memory, data_parallel_rank=0)
+    mf.quantize_(model, recipe, recompute=recompute, data_parallel_rank=0)
     return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
 
 
 def parallel_pair(recipe, mesh):
-    return [built(recipe, memory, mesh) for memory in ("speed", "weights")]
+    return [built(recipe, recompute, mesh) for recompute in (None, "weight")]
 
 
 def tokens(seed=9):
@@ -172,7 +172,7 @@ def test_saved_bytes():
 
 def check_changed_weight(rank):
     mesh = init_device_mesh("cpu", (RANKS,))
-    model = built("mxfp8", "weights", mesh)
+    model = built("mxfp8", "weight", mesh)
     for layer in (model[0], model[2]):
         y = model(tokens())
         with torch.no_grad():
@@ -189,7 +189,7 @@ def test_a_weight_that_changed_before_backward_raises():
 def check_codes(rank):
     """A weight whose codes are cached is not cast again, nor saved."""
     mesh = init_device_mesh("cpu", (RANKS,))
-    model = built(FP8, "weights", mesh)
+    model = built(FP8, "weight", mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     for _ in range(2):
         for _ in range(2):
@@ -214,7 +214,7 @@ def test_cached_codes_are_read():
 
 def check_with_fsdp(rank):
     """FSDP2 frees the shards that a forward has saved, and gathers them again before backward."""
-    check_models(rank, ["fp8_rowwise", "mxfp8_2d"], 2, memory="weights")
+    check_models(rank, ["fp8_rowwise", "mxfp8_2d"], 2, recompute="weight")
 
 
 def test_shards_that_fsdp_gathers():

@@ -66,7 +66,7 @@ def quantize_(
     data_parallel_rank: int | None = None,
     delayed_scaling: DelayedScaling = DEFAULT_DELAYED,
     fuse: bool = False,
-    memory: str = "speed",
+    recompute: str | None = None,
     accumulate: str | None = None,
 ) -> Report:
     """Converts linear layers and experts in place, and reports which ones.
@@ -114,8 +114,8 @@ def quantize_(
         delayed_scaling: how scales follow from the amaxes of earlier steps, of recipes with delayed
             scaling.
         fuse: whether feed-forwards become one op (docs/memory.md), as an mf.MLP always does.
-        memory: what backward computes again instead of saving: "speed", nothing, or "weights", the
-            codes of weights (docs/memory.md gives the price).
+        recompute: what backward computes again instead of saving: "weight", the codes of weights
+            (docs/memory.md gives the price), or None, nothing.
         accumulate: of linear layers, where backward adds a weight's gradient in float32, within the
             product where the GPU's kernel can: "main_grad", the attribute main_grad of the weight,
             which the caller allocates, zeroes and reads; "grad", .grad, which is float32. None:
@@ -146,7 +146,7 @@ def quantize_(
     require_one_of("gather", gather, (CODES, COMPUTE_DTYPE))
     require_primary(primary, keep_high_precision_init)
     require_bool("fuse", fuse)
-    require_one_of("memory", memory, RECOMPUTE)
+    require_one_of("recompute", recompute, RECOMPUTE)
     require_one_of("accumulate", accumulate, ACCUMULATE)
     recipe_map, policy = read_recipe(recipe, keep)
     filters = Filters(model, recipe_map, filter_fqns, filter_fn, policy)
@@ -180,7 +180,7 @@ def quantize_(
                     delayed=delayed_scaling,
                 )
             for state in new:
-                state.recompute = RECOMPUTE[memory]
+                state.recompute = recompute or ""
                 if isinstance(state, Linear):
                     state.accumulate = accumulate or ""
             layers += new

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)  # that layers read
 DEFAULT_HISTORY = 16  # steps of amax history
-RECOMPUTE = {"speed": "", "weights": "weight"}  # mf.quantize_'s memory -> the op's recompute
+RECOMPUTE = (None, "weight")  # what backward may compute again
 MAX_MARGIN = 126  # powers of two
 UNSCALED = (
     "minifloat: {}, under delayed scaling, is evaluated before its amax history has values, so "
@@ -298,10 +298,10 @@ class RecipeState(nn.Module):
         return self.training and torch.is_grad_enabled()
 
     def extra_repr(self) -> str:
-        memory = f", recompute={self.recompute!r}" if self.recompute else ""
+        recompute = f", recompute={self.recompute!r}" if self.recompute else ""
         sums = f", accumulate={self.accumulate!r}" if self.accumulate else ""
         gather = "" if self.weight_gather is None else f"; {self.weight_gather}"
-        return f"recipe={self.recipe.text!r}{memory}{sums}{gather}"
+        return f"recipe={self.recipe.text!r}{recompute}{sums}{gather}"
 
     def follow(self, weight: object) -> None:
         """Moves the state to the device of a parameter that is assigned, as FSDP2 moves them."""
