@@ -18,8 +18,8 @@ using BatchFunction = void(std::span<const Item>, const Execution&);
 
 }  // namespace minifloat
 
-// A function without a type here has the signature of the public one. core/ has others of the names
-// fp4_as_fp8 and hadamard.
+// A function without a signature here has that of the public one. core/ has others of the names
+// fp4_as_fp8, hadamard, swiglu and swiglu_backward.
 #define MINIFLOAT_BACKEND(backend)                                                                 \
   namespace minifloat::backend {                                                                   \
   decltype(minifloat::amax) amax;                                                                  \
@@ -31,8 +31,6 @@ using BatchFunction = void(std::span<const Item>, const Execution&);
   decltype(minifloat::swizzle_scales) swizzle_scales;                                              \
   decltype(minifloat::unswizzle_scales) unswizzle_scales;                                          \
   decltype(minifloat::transpose_nibbles) transpose_nibbles;                                        \
-  decltype(minifloat::swiglu) swiglu;                                                              \
-  decltype(minifloat::swiglu_backward) swiglu_backward;                                            \
   decltype(minifloat::swiglu_backward_with_amaxes) swiglu_backward_with_amaxes;                    \
   decltype(minifloat::quantize_swiglu) quantize_swiglu;                                            \
   decltype(minifloat::quantize_swiglu_backward) quantize_swiglu_backward;                          \
@@ -45,6 +43,9 @@ using BatchFunction = void(std::span<const Item>, const Execution&);
   BatchFunction<Copy> copy_many;                                                                   \
   void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,              \
                 std::uint16_t* out, const Execution& execution);                                   \
+  void swiglu(const SwiGlu& of, void* h, const Execution& execution);                              \
+  void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,                         \
+                       const Execution& execution);                                                \
   void sum_messages(const Messages& messages, const MessageLayout& layout, DType dtype, void* out, \
                     const Execution& execution);                                                   \
   }

@@ -1,9 +1,9 @@
 // Rows of bytes for a message. A warp copies a row, field by field: 4 chunks a lane are loaded
 // before the first is stored. Fields are copied in chunks of 16 bytes where all their rows allow
 // it, else of 4, or byte by byte.
+#include "backends.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/vec8.cuh"
-#include "cuda/rows/rows.h"
 
 namespace minifloat::cuda {
 namespace {

@@ -5,9 +5,9 @@
 //     add_slots    512 columns: 2 x 8 a lane, 4 rows at a time, added in the order of the slots
 //
 //     bytes an element of a row in bf16: 2, and 2 / slots of x, or of the sum
+#include "backends.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/vec8.cuh"
-#include "cuda/rows/rows.h"
 
 namespace minifloat::cuda {
 namespace {

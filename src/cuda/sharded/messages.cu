@@ -3,7 +3,7 @@
 // be in flight.
 //
 //     bytes an element: 1, 1/2 or 2 of each rank's codes, a block's scale, 2 or 4 of the sum
-#include "cuda/sharded/messages.h"
+#include "backends.h"
 
 #include <algorithm>
 
