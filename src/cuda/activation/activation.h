@@ -5,8 +5,8 @@
 
 namespace minifloat::cuda {
 
-// Quantizes h as the kernels compute it, without h in memory. Returns false, and casts nothing,
-// where no kernel fits; the amaxes may then be cleared.
+// Quantizes h as the kernels compute it, without h in memory. Returns false, and launches
+// nothing, where no kernel fits.
 bool quantize_swiglu_in_one(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
                             const Execution& execution);
 

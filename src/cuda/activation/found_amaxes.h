@@ -18,7 +18,7 @@ struct SwiGluOperands {
   std::array<const Operand*, 3> row, col;
 };
 
-// Amaxes on the device, zero before; null: not needed. Of d_gate, h and d_up.
+// Amaxes on the device, zero before they are raised; null: not needed. Of d_gate, h and d_up.
 struct SwiGluAmaxes {
   std::uint32_t* whole[3];        // of a matrix
   std::uint32_t* transformed[3];  // of a matrix, columns of 16 points transformed
@@ -46,13 +46,14 @@ class FoundAmaxes {
       place(to.row[i], i, false);
       place(to.col[i], i, true);
     }
-    if (count_ == 0) return;
-    const std::size_t bytes = static_cast<std::size_t>(count_) * sizeof(float);
-    scratch_.emplace(bytes, execution);
-    check(cudaMemsetAsync(scratch_->as<void>(), 0, bytes, cuda_stream(execution)), "amax");
+    scratch_.emplace(bytes(), execution);
   }
 
   bool is_empty() const { return count_ == 0; }
+  // Clears the amaxes, which the producer of the values raises then.
+  void clear(const Execution& execution) const {
+    check(cudaMemsetAsync(scratch_->as<void>(), 0, bytes(), cuda_stream(execution)), "amax");
+  }
   SwiGluAmaxes amaxes() const {
     SwiGluAmaxes out = {};
     for (std::size_t i = 0; i < 3; ++i) {
@@ -78,6 +79,7 @@ class FoundAmaxes {
   enum Kind : std::size_t { kWhole, kTransformed, kRows, kCols, kTransformedCols, kKinds };
   using Slot = std::optional<std::int64_t>;
 
+  std::size_t bytes() const { return static_cast<std::size_t>(count_) * sizeof(float); }
   static bool is_needed(const Operand& operand) {
     return !operand.given_amax && (operand.spec.has_tensor_amax() || operand.spec.has_row_amax());
   }

@@ -9,6 +9,7 @@
 #include "cuda/activation/activation.h"
 #include "cuda/activation/gradient_tile.cuh"
 #include "cuda/backend.h"
+#include "cuda/quantize/planned_cast.cuh"
 #include "cuda/quantize/preset_table.cuh"
 #include "cuda/quantize/preset_tile.cuh"
 #include "gradients_in_steps.h"
@@ -92,19 +93,6 @@ void launch(const ValuesArgs& args, const Execution& execution) {
   }
 }
 
-// Launches the kernel with h's cast. Returns false where quantize_by has no plan for it.
-bool launch_with_h(const TensorRef& x, ValuesArgs& args, const Operand& h_col,
-                   const Execution& execution) {
-  const auto take = [](const QuantizeArgs& cast, bool, bool, const void* context,
-                       const Execution& here) {
-    ValuesArgs with_h = *static_cast<const ValuesArgs*>(context);
-    with_h.h = cast.col;
-    launch<preset::Tensor>(with_h, here);
-    return true;
-  };
-  return quantize_by(x, nullptr, &h_col, take, &args, execution);
-}
-
 // Returns whether the kernel writes gradients of these sizes and alignments.
 bool fits(const SwiGlu& of, const SwiGluGradients& to, const SwiGluArgs& args) {
   return of.dtype == DType::kBFloat16 && args.is_aligned && of.rows % kTile == 0 &&
@@ -122,12 +110,19 @@ bool values_in_one(const SwiGlu& of, const SwiGluGradients& to, float* amaxes, i
   args.d_gate = static_cast<Bf16*>(to.gate), args.d_up = static_cast<Bf16*>(to.up);
   args.stride = to.stride;
   args.amaxes = reinterpret_cast<std::uint32_t*>(amaxes);
+  // The kernel casts h only by an amax that the caller passes; else a pass over h comes first.
+  const bool has_scale = h_col && h_col->given_amax && is_of<preset::Tensor>(h_col->spec);
+  PlannedCast h(of.h_at(of.gate), nullptr, has_scale ? h_col : nullptr);
+  const bool casts_h = has_scale && h.leave_amaxes_to_cast();
   check(cudaMemsetAsync(amaxes, 0, static_cast<std::size_t>(count) * sizeof(float),
                         cuda_stream(execution)),
         kName);
-  // The kernel casts h only by an amax that the caller passes; else a pass over h comes first.
-  const bool has_scale = h_col && h_col->given_amax && is_of<preset::Tensor>(h_col->spec);
-  if (has_scale && launch_with_h(of.h_at(of.gate), args, *h_col, execution)) return true;
+  if (casts_h) {
+    h.find_amaxes(nullptr, execution);
+    args.h = h.args.col;
+    launch<preset::Tensor>(args, execution);
+    return true;
+  }
   if (h_col) cuda::quantize_swiglu(of, nullptr, h_col, execution);
   launch<Absent>(args, execution);
   return true;

@@ -71,33 +71,39 @@ __global__ void __launch_bounds__(kGradientThreads, 2)
   }
 }
 
-// Casts by a kernel of a part of the table. Returns false where none fits.   plans: null to ask
+template <class Row, class Col, class H>
+void launch_gradients(const GradientArgs& args, const GradientPlans& plans,
+                      const Execution& execution) {
+  const auto kernel = quantize_gradients<Row, Col, H>;
+  const std::size_t bytes = args.shared_bytes();
+  allow_shared(kernel, bytes, "quantize_swiglu_backward");
+  const std::int64_t tiles = args.of.rows / kTile * args.across.d;
+  kernel<<<grid_of(tiles, "quantize_swiglu_backward"), kGradientThreads, bytes,
+           cuda_stream(execution)>>>(args, plans);
+  check_launch("quantize_swiglu_backward");
+}
+
+// Returns the launch of a kernel of a part of the table; null where none fits.
 template <preset::Formats kFormats>
-bool launch_gradients(const GradientSpecs& specs, const GradientArgs& args,
-                      const GradientPlans* plans, const Execution& execution) {
+LaunchGradients find_gradients(const GradientSpecs& specs) {
   using namespace preset;
-  return any_of(GradientTable{}, [&]<class Entry>() {
+  LaunchGradients found = nullptr;
+  any_of(GradientTable{}, [&]<class Entry>() {
     if constexpr (kIsCompiled<Entry, kFormats>) {
       using Row = typename Entry::Row;
       using Col = typename Entry::Col;
       using H = typename Entry::H;
       if (!is_cast_by<Row>(&specs.row, specs.as_fp8) ||
           !is_cast_by<Col>(&specs.col, specs.as_fp8) ||
-          (args.has_h && !is_cast_by<H>(&specs.h, specs.as_fp8)))
+          (specs.has_h && !is_cast_by<H>(&specs.h, specs.as_fp8)))
         return false;
-      if (!plans) return true;
-      const auto kernel = quantize_gradients<Row, Col, H>;
-      const std::size_t bytes = args.shared_bytes();
-      allow_shared(kernel, bytes, "quantize_swiglu_backward");
-      const std::int64_t tiles = args.of.rows / kTile * args.across.d;
-      kernel<<<grid_of(tiles, "quantize_swiglu_backward"), kGradientThreads, bytes,
-               cuda_stream(execution)>>>(args, *plans);
-      check_launch("quantize_swiglu_backward");
+      found = launch_gradients<Row, Col, H>;
       return true;
     } else {
       return false;
     }
   });
+  return found;
 }
 
 }  // namespace minifloat::cuda

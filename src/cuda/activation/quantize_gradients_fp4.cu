@@ -2,9 +2,8 @@
 
 namespace minifloat::cuda {
 
-bool launch_gradients_fp4(const GradientSpecs& specs, const GradientArgs& args,
-                          const GradientPlans* plans, const Execution& execution) {
-  return launch_gradients<preset::Formats::kWithFp4>(specs, args, plans, execution);
+LaunchGradients find_gradients_fp4(const GradientSpecs& specs) {
+  return find_gradients<preset::Formats::kWithFp4>(specs);
 }
 
 }  // namespace minifloat::cuda

@@ -8,7 +8,7 @@
 #include "cuda/activation/found_amaxes.h"
 #include "cuda/activation/swiglu.cuh"
 #include "cuda/backend.h"
-#include "cuda/quantize/general.cuh"
+#include "cuda/quantize/planned_cast.cuh"
 
 namespace minifloat::cuda {
 namespace {
@@ -18,29 +18,34 @@ bool scales_by_whole(const Operand* o) {
   return !o || (o->spec.has_tensor_amax() && o->spec.transform == 0);
 }
 
-bool launch(const QuantizeArgs& args, bool rowwise, bool columnwise, const void* context,
-            const Execution& execution) {
-  const SwiGluArgs& of = *static_cast<const SwiGluArgs*>(context);
+LaunchSwiGluCast find_kernel(const QuantizeArgs& args) {
   if (args.amaxes_of_columns)
-    return !columnwise && launch_swiglu_rows_and_amaxes_of_columns(of, args, execution);
-  if (columnwise) return launch_swiglu_tiles(of, args, rowwise, &execution);
-  return launch_swiglu_whole_rows(of, args, execution) || launch_swiglu_rows(of, args, execution);
+    return args.columnwise ? nullptr : find_swiglu_rows_and_amaxes_of_columns(args);
+  if (args.columnwise) return find_swiglu_tiles(args);
+  const LaunchSwiGluCast whole_rows = find_swiglu_whole_rows(args);
+  return whole_rows ? whole_rows : find_swiglu_rows(args);
 }
 
-// Returns whether a kernel casts h once its amaxes are found: those that quantize_by cannot leave
-// to a cast.
-bool fits_found_amaxes(const SwiGlu& of, const SwiGluArgs& args, const Operand* rowwise,
-                       const Operand* columnwise) {
-  if (!columnwise) return false;
-  const auto fits = [](const Operand* o) {
-    return !o || o->spec.transform == 0 || (o->spec.transform == kVec && o->spec.has_blocks());
-  };
-  if (!fits(rowwise) || !fits(columnwise) || (rowwise && rowwise->spec.transform > 0)) return false;
-  QuantizeArgs cast = {};
-  cast.x.rows = of.rows, cast.x.cols = of.width;
-  cast.col_spec = columnwise->spec;
-  if (rowwise) cast.row_spec = rowwise->spec;
-  return launch_swiglu_tiles(args, cast, rowwise != nullptr, nullptr);
+// The plan of casts of h by a kernel that computes it.
+struct SwiGluCast {
+  SwiGluCast(const TensorRef& h, const Operand* rowwise, const Operand* columnwise)
+      : plan(h, rowwise, columnwise) {
+    if (plan.leave_amaxes_to_cast()) launch = find_kernel(plan.args);
+  }
+  void run(const SwiGluArgs& of, const Execution& execution) {
+    plan.find_amaxes(nullptr, execution);
+    launch(of, plan.args, execution);
+  }
+
+  PlannedCast plan;
+  LaunchSwiGluCast launch = nullptr;  // null: no kernel fits
+};
+
+// Returns whether the amaxes of the tiles of h can be found for the casts.
+bool finds_amaxes_of(const Operand* rowwise, const Operand* columnwise) {
+  if (!columnwise || (rowwise && rowwise->spec.transform > 0)) return false;
+  const Spec& spec = columnwise->spec;
+  return spec.transform == 0 || (spec.transform == kVec && spec.has_blocks());
 }
 
 // Returns memory for h.
@@ -56,6 +61,7 @@ bool quantize_rows(const SwiGlu& of, const SwiGluArgs& args, const Operand& roww
   const SwiGluAmaxes amaxes = found.amaxes();
   if (!amaxes.whole[1]) return false;
   const Scratch values = scratch_of_h(of, execution);
+  found.clear(execution);
   write_swiglu_and_amax(args, values.as<Bf16>(), amaxes, execution);
   const TensorRef h = of.h_at(values.as<void>());
   if (!quantize_rows_as_fp8(h, rowwise, reinterpret_cast<const float*>(amaxes.whole[1]),
@@ -71,15 +77,19 @@ bool quantize_swiglu_in_one(const SwiGlu& of, const Operand* rowwise, const Oper
   const SwiGluArgs args = args_of(of);
   if (of.dtype != DType::kBFloat16 || of.width % kVec != 0 || !args.is_aligned) return false;
   const TensorRef h = of.h_at(of.gate);
-  if (quantize_by(h, rowwise, columnwise, launch, &args, execution)) return true;
+  const bool as_fp8 = is_as_fp8(rowwise) || is_as_fp8(columnwise);
+  if (!as_fp8)
+    if (SwiGluCast cast(h, rowwise, columnwise); cast.launch) {
+      cast.run(args, execution);
+      return true;
+    }
   if (rowwise && rowwise->amaxes_of_columns) return false;
   // Groups have amaxes of their own.
   constexpr std::int64_t kMostVecs = std::int64_t{1} << 30;
   if (of.groups || of.rows * of.width / kSwiGluVec > kMostVecs) return false;
-  if (is_as_fp8(rowwise) || is_as_fp8(columnwise))
-    return !columnwise && quantize_rows(of, args, *rowwise, execution);
+  if (as_fp8) return !columnwise && quantize_rows(of, args, *rowwise, execution);
   const bool reads_h = scales_by_whole(rowwise) && scales_by_whole(columnwise);
-  if (!reads_h && !fits_found_amaxes(of, args, rowwise, columnwise)) return false;
+  if (!reads_h && !finds_amaxes_of(rowwise, columnwise)) return false;
   const SwiGluOperands to = {{nullptr, rowwise, nullptr}, {nullptr, columnwise, nullptr}};
   const FoundAmaxes amaxes(of.rows, of.width, to, execution);
   if (amaxes.is_empty()) return false;
@@ -89,12 +99,17 @@ bool quantize_swiglu_in_one(const SwiGlu& of, const Operand* rowwise, const Oper
   const Operand *to_row = rowwise ? &row : nullptr, *to_col = columnwise ? &col : nullptr;
   if (reads_h) {
     const Scratch values = scratch_of_h(of, execution);
+    amaxes.clear(execution);
     write_swiglu_and_amax(args, values.as<Bf16>(), amaxes.amaxes(), execution);
     cuda::quantize(of.h_at(values.as<void>()), to_row, to_col, execution);
     return true;
   }
+  SwiGluCast cast(h, to_row, to_col);
+  if (!cast.launch) return false;
+  amaxes.clear(execution);
   find_swiglu_amaxes(args, h, amaxes.amaxes(), execution);
-  return quantize_by(h, to_row, to_col, launch, &args, execution);
+  cast.run(args, execution);
+  return true;
 }
 
 }  // namespace minifloat::cuda

@@ -1,5 +1,5 @@
-// The launches that quantize_swiglu.cu chooses from: casts of h that compute it as they go. Each
-// returns false, and launches nothing, where no kernel is compiled for the specs and sizes.
+// The kernels that quantize_swiglu.cu chooses from: casts of h that compute it as they go. A `find`
+// returns the launch of its kernel for the specs and sizes of a cast; null where none is compiled.
 #pragma once
 
 #include "minifloat/experts.h"
@@ -12,29 +12,28 @@ struct QuantizeArgs;   // quantize/general.cuh
 struct SwiGluAmaxes;   // found_amaxes.h
 struct SwiGluArgs;     // swiglu.cuh
 
-// Cast rowwise: with a scale a row, or with any other.
-bool launch_swiglu_whole_rows(const SwiGluArgs& of, const QuantizeArgs& args,
-                              const Execution& execution);
-// The same with a scale a row, and the amaxes of the columns of groups.
-bool launch_swiglu_rows_and_amaxes_of_columns(const SwiGluArgs& of, const QuantizeArgs& args,
-                                              const Execution& execution);
-bool launch_swiglu_rows(const SwiGluArgs& of, const QuantizeArgs& args, const Execution& execution);
+using LaunchSwiGluCast = void (*)(const SwiGluArgs& of, const QuantizeArgs& args,
+                                  const Execution& execution);
 
-// Casts columnwise, and rowwise as well where that is set.   execution: null: only whether a kernel
-// is compiled is returned
-bool launch_swiglu_tiles(const SwiGluArgs& of, const QuantizeArgs& args, bool rowwise,
-                         const Execution* execution);
+// Rowwise: with a scale a row, which the caller has not passed, or with any other.
+LaunchSwiGluCast find_swiglu_whole_rows(const QuantizeArgs& args);
+LaunchSwiGluCast find_swiglu_rows(const QuantizeArgs& args);
+// The former with the amaxes of the columns of groups.
+LaunchSwiGluCast find_swiglu_rows_and_amaxes_of_columns(const QuantizeArgs& args);
 
-// Cast both directions of the gradients of gate and up, and h columnwise. plans: null: only whether
-// a kernel is compiled for the specs is returned.
+// Columnwise, and rowwise as well where that is cast.
+LaunchSwiGluCast find_swiglu_tiles(const QuantizeArgs& args);
+
+// Both directions of the gradients of gate and up, and h columnwise where it is cast.
 struct GradientSpecs {
   Spec row, col, h;
+  bool has_h;
   bool as_fp8;  // whether all are FP4 that is written as FP8; else none is
 };
-bool launch_gradients_fp8(const GradientSpecs& specs, const GradientArgs& args,
-                          const GradientPlans* plans, const Execution& execution);
-bool launch_gradients_fp4(const GradientSpecs& specs, const GradientArgs& args,
-                          const GradientPlans* plans, const Execution& execution);
+using LaunchGradients = void (*)(const GradientArgs& args, const GradientPlans& plans,
+                                 const Execution& execution);
+LaunchGradients find_gradients_fp8(const GradientSpecs& specs);
+LaunchGradients find_gradients_fp4(const GradientSpecs& specs);
 
 // Writes h, contiguous, and raises its amax, and those of its rows where amaxes has them. of:
 // without groups

@@ -69,19 +69,22 @@ __global__ void __launch_bounds__(kThreads, C::kStochastic ? 4 : 5)
   if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, part, largest);
 }
 
+template <class C>
+void launch(const SwiGluArgs& of, const QuantizeArgs& args, const Execution& execution) {
+  static_assert(!(kIsShared<C> && kHasTensorScale<C>), "a run may lie in parts of other scales");
+  const SwiGluRun run = {run_of(args), of};
+  const unsigned grid = grid_of(ceil_div<std::int64_t>(run.count, kRun), "quantize_swiglu");
+  quantize_swiglu_runs<C>
+      <<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row, parts_of(args));
+  check_launch("quantize_swiglu");
+}
+
 }  // namespace
 
-bool launch_swiglu_rows(const SwiGluArgs& of, const QuantizeArgs& args,
-                        const Execution& execution) {
-  if (!is_run(args)) return false;
-  return launch_preset<kSwiGluRowsWalk>(args, true, false, [&]<class C, class>() {
-    static_assert(!(kIsShared<C> && kHasTensorScale<C>), "a run may lie in parts of other scales");
-    const SwiGluRun run = {run_of(args), of};
-    const unsigned grid = grid_of(ceil_div<std::int64_t>(run.count, kRun), "quantize_swiglu");
-    quantize_swiglu_runs<C>
-        <<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row, parts_of(args));
-    check_launch("quantize_swiglu");
-  });
+LaunchSwiGluCast find_swiglu_rows(const QuantizeArgs& args) {
+  if (!is_run(args)) return nullptr;
+  return find_preset<kSwiGluRowsWalk>(
+      args, []<class C, class>() -> LaunchSwiGluCast { return launch<C>; });
 }
 
 }  // namespace minifloat::cuda

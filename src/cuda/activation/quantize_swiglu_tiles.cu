@@ -49,22 +49,22 @@ __global__ void __launch_bounds__(kThreads, 4)
   cast_group_tile<Row, Col>(row, col, whole, shared, part);
 }
 
+template <class Row, class Col>
+void launch(const SwiGluArgs& of, const QuantizeArgs& args, const Execution& execution) {
+  const Divisor across(args.x.cols / kTile);
+  quantize_swiglu_tiles<Row, Col><<<grid_of(most_line_tiles(args) * across.d, "quantize_swiglu"),
+                                    kThreads, SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(
+      of, args.x, args.row, args.col, args.groups, across);
+  check_launch("quantize_swiglu");
+}
+
 }  // namespace
 
-bool launch_swiglu_tiles(const SwiGluArgs& of, const QuantizeArgs& args, bool rowwise,
-                         const Execution* execution) {
-  if (args.x.cols % kTile != 0 || (!args.groups && args.x.rows % kTile != 0)) return false;
-  const auto launch = [&]<class Row, class Col>() {
-    if (!execution) return;
-    const Divisor across(args.x.cols / kTile);
-    quantize_swiglu_tiles<Row, Col>
-        <<<grid_of(most_line_tiles(args) * across.d, "quantize_swiglu"), kThreads,
-           SharedTile<Bf16>::kBytes, cuda_stream(*execution)>>>(of, args.x, row_plan(args, rowwise),
-                                                                args.col, args.groups, across);
-    check_launch("quantize_swiglu");
-  };
-  return launch_preset<kSwiGluTilesWalk>(args, rowwise, true, launch) ||
-         (!args.groups && launch_preset<kSwiGluMatrixWalk>(args, rowwise, true, launch));
+LaunchSwiGluCast find_swiglu_tiles(const QuantizeArgs& args) {
+  if (args.x.cols % kTile != 0 || (!args.groups && args.x.rows % kTile != 0)) return nullptr;
+  const auto of = []<class Row, class Col>() -> LaunchSwiGluCast { return launch<Row, Col>; };
+  const LaunchSwiGluCast found = find_preset<kSwiGluTilesWalk>(args, of);
+  return found || args.groups ? found : find_preset<kSwiGluMatrixWalk>(args, of);
 }
 
 }  // namespace minifloat::cuda

@@ -128,8 +128,13 @@ __global__ void __launch_bounds__(kThreads, kVecs < 4 ? 4 : 2)
                 columns + std::uint64_t{group.group} * width);
 }
 
+WholeRowArgs args_of(const SwiGluArgs& of, const QuantizeArgs& args) {
+  return {of, args.row, static_cast<std::uint32_t>(of.width / kVec)};
+}
+
 template <bool kByWarps>
-bool launch(const WholeRowArgs& args, const Execution& execution) {
+void launch(const SwiGluArgs& of, const QuantizeArgs& cast, const Execution& execution) {
+  const WholeRowArgs args = args_of(of, cast);
   const auto kernel = quantize_swiglu_whole_rows<kByWarps>;
   constexpr std::int64_t kThreadsOfRow = kByWarps ? 32 : kThreads;
   const std::int64_t blocks = ceil_div<std::int64_t>(args.of.rows * kThreadsOfRow, kThreads);
@@ -137,13 +142,12 @@ bool launch(const WholeRowArgs& args, const Execution& execution) {
   allow_shared(kernel, bytes, "quantize_swiglu");
   kernel<<<grid_of(blocks, "quantize_swiglu"), kThreads, bytes, cuda_stream(execution)>>>(args);
   check_launch("quantize_swiglu");
-  return true;
 }
 
 template <int kVecs>
-bool launch_with_columns(const WholeRowArgs& all, const QuantizeArgs& args,
+void launch_with_columns(const SwiGluArgs& of, const QuantizeArgs& args,
                          const Execution& execution) {
-  if (all.vecs > kWarp * kVecs) return false;
+  const WholeRowArgs all = args_of(of, args);
   const cudaStream_t stream = cuda_stream(execution);
   const auto kernel = quantize_swiglu_rows_and_amaxes_of_columns<kVecs>;
   const std::int64_t blocks = ceil_div<std::int64_t>(all.of.rows, kTile) + args.groups.count;
@@ -154,7 +158,6 @@ bool launch_with_columns(const WholeRowArgs& all, const QuantizeArgs& args,
   kernel<<<grid_of(blocks, "quantize_swiglu"), kThreads, bytes, stream>>>(all, args.groups,
                                                                           columns);
   check_launch("quantize_swiglu");
-  return true;
 }
 
 bool fits(const QuantizeArgs& args) {
@@ -162,27 +165,22 @@ bool fits(const QuantizeArgs& args) {
   return spec.has_row_amax() && !args.row.amax && spec.elements == Elements::kE4m3 &&
          !spec.stochastic && spec.transform == 0;
 }
-WholeRowArgs args_of(const SwiGluArgs& of, const QuantizeArgs& args) {
-  return {of, args.row, static_cast<std::uint32_t>(of.width / kVec)};
-}
 
 }  // namespace
 
-bool launch_swiglu_rows_and_amaxes_of_columns(const SwiGluArgs& of, const QuantizeArgs& args,
-                                              const Execution& execution) {
-  if (!fits(args) || !args.groups) return false;
-  const WholeRowArgs all = args_of(of, args);
-  return launch_with_columns<1>(all, args, execution) ||
-         launch_with_columns<2>(all, args, execution) ||
-         launch_with_columns<kMostVecs>(all, args, execution);
+LaunchSwiGluCast find_swiglu_rows_and_amaxes_of_columns(const QuantizeArgs& args) {
+  if (!fits(args) || !args.groups) return nullptr;
+  const std::int64_t vecs = args.x.cols / kVec;
+  if (vecs <= kWarp) return launch_with_columns<1>;
+  if (vecs <= kWarp * 2) return launch_with_columns<2>;
+  return vecs <= kWarp * kMostVecs ? launch_with_columns<kMostVecs> : nullptr;
 }
 
-bool launch_swiglu_whole_rows(const SwiGluArgs& of, const QuantizeArgs& args,
-                              const Execution& execution) {
-  if (!fits(args)) return false;
-  const WholeRowArgs all = args_of(of, args);
-  if (all.vecs <= 32 * kMostVecs) return launch<true>(all, execution);
-  return all.vecs <= kThreads * 2 * kMostVecs && launch<false>(all, execution);
+LaunchSwiGluCast find_swiglu_whole_rows(const QuantizeArgs& args) {
+  if (!fits(args)) return nullptr;
+  const std::int64_t vecs = args.x.cols / kVec;
+  if (vecs <= 32 * kMostVecs) return launch<true>;
+  return vecs <= kThreads * 2 * kMostVecs ? launch<false> : nullptr;
 }
 
 }  // namespace minifloat::cuda

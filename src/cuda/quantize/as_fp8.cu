@@ -8,9 +8,7 @@
 
 #include "cuda/amax/amax.h"
 #include "cuda/backend.h"
-#include "cuda/common/kernel_input.h"
-#include "cuda/quantize/fp4_written_as_fp8.cuh"
-#include "cuda/quantize/general.cuh"
+#include "cuda/quantize/planned_cast.cuh"
 #include "fp4_cast.h"
 
 namespace minifloat::cuda {
@@ -44,10 +42,7 @@ bool is_nvfp4_pow2(const Operand* o) {
 // which then take fewer launches, and for blocks of 16x16, whose scales both directions share.
 bool fits(const TensorRef& x, const Operand* rowwise, const Operand* columnwise) {
   const std::int64_t unit = columnwise ? kTile : kVec;
-  QuantizeArgs args = {};
-  args.x = kernel_input(x);
-  args.is_bf16 = x.dtype == DType::kBFloat16;
-  args.batch = x.batch;
+  const QuantizeArgs args = args_of(x);
   return args.is_bf16 && x.batch == 1 && !x.groups && args.x.aligned && x.rows * x.cols > 0 &&
          x.cols % unit == 0 && (unit == kVec || x.rows % unit == 0) && is_nvfp4_pow2(rowwise) &&
          is_nvfp4_pow2(columnwise) && !(rowwise && rowwise->spec.transform > 0) &&
@@ -63,7 +58,11 @@ class RowAmaxes {
       : of_rows_(is_as_fp8(rowwise) ? rowwise->spec.scale_rows(x.rows) : 0),
         of_columns_(is_as_fp8(columnwise) ? columnwise->spec.scale_rows(x.cols) : 0),
         is_transformed_(columnwise && columnwise->spec.transform > 0),
-        memory_(bytes(), execution) {
+        memory_(bytes(), execution) {}
+
+  // Finds them.   rowwise, columnwise: as above
+  void find(const TensorRef& x, bool rowwise, const Operand* columnwise,
+            const Execution& execution) const {
     check(cudaMemsetAsync(memory_.as<void>(), 0, bytes(), cuda_stream(execution)), "quantize");
     AmaxesOfRows to = {};
     if (rowwise || !is_transformed_) to.straight.tensor = bits();
@@ -95,27 +94,15 @@ class RowAmaxes {
   Scratch memory_;
 };
 
-// The context that quantize_by passes to `launch`.
-struct Fp8Rows {
-  const Operand *rowwise, *columnwise;
-  const std::uint32_t *rows, *columns;  // amaxes
-};
-
-bool launch(const QuantizeArgs& of_fp4, bool rowwise, bool columnwise, const void* context,
-            const Execution& execution) {
-  const Fp8Rows& to = *static_cast<const Fp8Rows*>(context);
-  QuantizeArgs args = of_fp4;
-  if (is_as_fp8(to.rowwise) && !write_as_fp8(args.row, to.rows)) return false;
-  if (is_as_fp8(to.columnwise) && !write_as_fp8(args.col, to.columns)) return false;
-  return columnwise ? launch_preset_tiles(args, rowwise, execution)
-                    : launch_preset_rows(args, execution);
-}
-
-// Casts by the amaxes of the tensor, which the operands have, and of rows.
-void cast_by_amaxes(const TensorRef& x, const Fp8Rows& to, const Execution& execution) {
-  const OperandInFp4 row(to.rowwise), col(to.columnwise);
-  if (!quantize_by(x, row.get(), col.get(), launch, &to, execution))
-    cast_in_two_steps(x, to.rowwise, to.columnwise, execution);
+// Plans the casts by amaxes that are found before: those of tensors, which the operands have as
+// given, and those of their rows. Returns false where no kernel fits.
+bool choose_as_fp8(PlannedCast& plan, const Operand* rowwise, const Operand* columnwise,
+                   const std::uint32_t* rows, const std::uint32_t* columns) {
+  if (!plan.leave_amaxes_to_cast()) return false;
+  if (is_as_fp8(rowwise) && !write_as_fp8(plan.args.row, rows)) return false;
+  if (is_as_fp8(columnwise) && !write_as_fp8(plan.args.col, columns)) return false;
+  plan.launch = columnwise ? find_preset_tiles(plan.args) : find_preset_rows(plan.args);
+  return plan.launch;
 }
 
 }  // namespace
@@ -125,7 +112,11 @@ bool quantize_rows_as_fp8(const TensorRef& x, const Operand& rowwise, const floa
   if (!fits(x, &rowwise, nullptr)) return false;
   Operand row = rowwise;
   row.given_amax = amax;
-  cast_by_amaxes(x, {&row, nullptr, amaxes_of_rows, nullptr}, execution);
+  PlannedCast plan(x, &row, nullptr);
+  if (choose_as_fp8(plan, &row, nullptr, amaxes_of_rows, nullptr))
+    plan.run(execution);
+  else
+    cast_in_two_steps(x, &row, nullptr, execution);
   return true;
 }
 
@@ -136,9 +127,11 @@ void quantize_as_fp8(const TensorRef& x, const Operand* rowwise, const Operand* 
   Operand row, col;
   if (rowwise) row = *rowwise, row.given_amax = amaxes.of_tensor(false);
   if (columnwise) col = *columnwise, col.given_amax = amaxes.of_tensor(true);
-  cast_by_amaxes(
-      x, {rowwise ? &row : nullptr, columnwise ? &col : nullptr, amaxes.rows(), amaxes.columns()},
-      execution);
+  PlannedCast plan(x, rowwise ? &row : nullptr, columnwise ? &col : nullptr);
+  if (!choose_as_fp8(plan, rowwise, columnwise, amaxes.rows(), amaxes.columns()))
+    return cast_in_two_steps(x, rowwise, columnwise, execution);
+  amaxes.find(x, rowwise, columnwise, execution);
+  plan.run(execution);
 }
 
 }  // namespace minifloat::cuda

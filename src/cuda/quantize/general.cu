@@ -15,29 +15,28 @@ bool is_pair_of_layers(const Spec& row, const Spec& col) {
 }
 
 template <class C>
-bool launch_pair(const QuantizeArgs& args, const Execution& execution) {
-  if (!is_cast<C>(args.row_spec) || !is_cast<C>(args.col_spec)) return false;
-  launch_tiles<Bf16, C, C>(args, execution);
-  return true;
+LaunchCast find_pair_of(const QuantizeArgs& args) {
+  return is_cast<C>(args.row_spec) && is_cast<C>(args.col_spec) ? launch_tiles<Bf16, C, C>
+                                                                : nullptr;
 }
 
 }  // namespace
 
-void launch_general(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
-  const Spec& spec = columnwise ? args.col_spec : args.row_spec;
-  if (spec.reads_values()) return launch_general_reading_values(args, columnwise, execution);
+void launch_general(const QuantizeArgs& args, const Execution& execution) {
+  const Spec& spec = args.columnwise ? args.col_spec : args.row_spec;
+  if (spec.reads_values()) return launch_general_reading_values(args, execution);
   switch (spec.elements) {
-    case Elements::kE4m3: return launch_cast<Cast<E4M3>>(args, columnwise, execution);
-    case Elements::kE5m2: return launch_cast<Cast<E5M2>>(args, columnwise, execution);
-    case Elements::kE2m1: return launch_cast<Cast<E2M1>>(args, columnwise, execution);
+    case Elements::kE4m3: return launch_cast<Cast<E4M3>>(args, execution);
+    case Elements::kE5m2: return launch_cast<Cast<E5M2>>(args, execution);
+    case Elements::kE2m1: return launch_cast<Cast<E2M1>>(args, execution);
     case Elements::kBf16: return;
   }
 }
 
-bool launch_both(const QuantizeArgs& args, const Execution& execution) {
-  if (!args.is_bf16 || !is_pair_of_layers(args.row_spec, args.col_spec)) return false;
-  return launch_pair<Cast<E4M3>>(args, execution) || launch_pair<Cast<E5M2>>(args, execution) ||
-         launch_pair<Cast<E2M1>>(args, execution);
+LaunchCast find_pair(const QuantizeArgs& args) {
+  if (!args.is_bf16 || !is_pair_of_layers(args.row_spec, args.col_spec)) return nullptr;
+  return first_of(args, find_pair_of<Cast<E4M3>>, find_pair_of<Cast<E5M2>>,
+                  find_pair_of<Cast<E2M1>>);
 }
 
 }  // namespace minifloat::cuda

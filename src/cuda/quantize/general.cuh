@@ -18,9 +18,19 @@ struct QuantizeArgs {
   DeviceGroups groups;
   bool is_bf16;
   std::int64_t batch;
+  bool rowwise, columnwise;  // what is cast; the other direction is empty below
   Spec row_spec, col_spec;
   KernelOperand row, col;
   float* amaxes_of_columns = nullptr;  // Operand's
+
+  // Returns the arguments of a cast of one direction alone.
+  QuantizeArgs of_direction(bool is_columnwise) const {
+    QuantizeArgs one = *this;
+    one.rowwise = !is_columnwise, one.columnwise = is_columnwise;
+    (is_columnwise ? one.row : one.col) = {};
+    (is_columnwise ? one.row_spec : one.col_spec) = {};
+    return one;
+  }
 };
 
 // ---- By rows ------------------------------------------------------------------------------------
@@ -185,8 +195,8 @@ void launch_tiles(const QuantizeArgs& args, const Execution& execution) {
 
 // Launches the cast of one direction.
 template <class T, class C>
-void launch_direction(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
-  if (columnwise)
+void launch_direction(const QuantizeArgs& args, const Execution& execution) {
+  if (args.columnwise)
     launch_tiles<T, Absent, C>(args, execution);
   else if (args.row.height_log2 > 0)
     launch_tiles<T, C, Absent>(args, execution);
@@ -194,9 +204,9 @@ void launch_direction(const QuantizeArgs& args, bool columnwise, const Execution
     launch_rows<T, C>(args, execution);
 }
 template <class C>
-void launch_cast(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
-  args.is_bf16 ? launch_direction<Bf16, C>(args, columnwise, execution)
-               : launch_direction<float, C>(args, columnwise, execution);
+void launch_cast(const QuantizeArgs& args, const Execution& execution) {
+  args.is_bf16 ? launch_direction<Bf16, C>(args, execution)
+               : launch_direction<float, C>(args, execution);
 }
 
 template <class C>

@@ -3,9 +3,8 @@
 
 namespace minifloat::cuda {
 
-void launch_general_reading_values(const QuantizeArgs& args, bool columnwise,
-                                   const Execution& execution) {
-  launch_cast<Cast<E2M1, true>>(args, columnwise, execution);
+void launch_general_reading_values(const QuantizeArgs& args, const Execution& execution) {
+  launch_cast<Cast<E2M1, true>>(args, execution);
 }
 
 }  // namespace minifloat::cuda

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class Row, class Col>
-bool launch(const QuantizeArgs& args, const Execution& execution) {
+void launch(const QuantizeArgs& args, const Execution& execution) {
   const Tiles tiles = tiles_of(args.x);
   const auto kernel = quantize_cluster<Row, Col>;
   constexpr std::size_t kBytes = SharedTile<Bf16>::kBytes;
@@ -93,17 +93,15 @@ bool launch(const QuantizeArgs& args, const Execution& execution) {
   config.numAttrs = 1;
   cudaLaunchKernelEx(&config, kernel, args.x, args.row, args.col, tiles);
   check_launch("quantize");
-  return true;
 }
 
 template <class Row, class Col>
-bool try_both(const QuantizeArgs& args, const Execution& execution) {
-  return is_cast<Row>(args.row_spec) && is_cast<Col>(args.col_spec) &&
-         launch<Row, Col>(args, execution);
+LaunchCast find_pair_of(const QuantizeArgs& args) {
+  return is_cast<Row>(args.row_spec) && is_cast<Col>(args.col_spec) ? launch<Row, Col> : nullptr;
 }
 template <class Row>
-bool try_row(const QuantizeArgs& args, const Execution& execution) {
-  return is_cast<Row>(args.row_spec) && launch<Row, Absent>(args, execution);
+LaunchCast find_row(const QuantizeArgs& args) {
+  return is_cast<Row>(args.row_spec) ? launch<Row, Absent> : nullptr;
 }
 
 // Returns whether the current device runs code with clusters: before compute capability 9.0 there
@@ -121,17 +119,13 @@ bool has_clusters() {
 
 }  // namespace
 
-bool launch_one_cluster(const QuantizeArgs& args, bool rowwise, bool columnwise,
-                        const Execution& execution) {
-  if (!rowwise) return false;
-  if (!columnwise)
-    return try_row<Cast<E4M3>>(args, execution) || try_row<Cast<E5M2>>(args, execution) ||
-           try_row<Cast<E2M1>>(args, execution);
-  return try_both<Cast<E4M3>, Cast<E4M3>>(args, execution) ||
-         try_both<Cast<E5M2>, Cast<E5M2>>(args, execution) ||
-         try_both<Cast<E2M1>, Cast<E2M1>>(args, execution) ||
-         try_both<Cast<E4M3>, Cast<E2M1>>(args, execution) ||
-         try_both<Cast<E2M1>, Cast<E4M3>>(args, execution);
+LaunchCast find_one_cluster(const QuantizeArgs& args) {
+  if (!args.rowwise) return nullptr;
+  if (!args.columnwise)
+    return first_of(args, find_row<Cast<E4M3>>, find_row<Cast<E5M2>>, find_row<Cast<E2M1>>);
+  return first_of(args, find_pair_of<Cast<E4M3>, Cast<E4M3>>, find_pair_of<Cast<E5M2>, Cast<E5M2>>,
+                  find_pair_of<Cast<E2M1>, Cast<E2M1>>, find_pair_of<Cast<E4M3>, Cast<E2M1>>,
+                  find_pair_of<Cast<E2M1>, Cast<E4M3>>);
 }
 
 bool fits_one_cluster(const QuantizeArgs& args) {

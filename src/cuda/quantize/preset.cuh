@@ -43,10 +43,7 @@ bool is_of(const Spec& spec) {
          (spec.has_blocks() && spec.block_rows > 1) == C::kIsBlock2d;
 }
 
-// Returns the plan of the rowwise cast for a kernel that may leave it out: it then has no columns.
-inline KernelOperand row_plan(const QuantizeArgs& args, bool rowwise) {
-  return rowwise ? args.row : KernelOperand{};
-}
+// Returns whether a kernel that may leave out the rowwise cast is to make it.
 __device__ __forceinline__ bool is_wanted(const KernelOperand& plan) { return plan.padded > 0; }
 
 // ---- Values of a matrix -------------------------------------------------------------------------

@@ -141,19 +141,24 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (int i = 0; i < 8; ++i, to += col.code_pitch) *reinterpret_cast<std::uint32_t*>(to) = a[i];
 }
 
+template <class C>
+void launch(const QuantizeArgs& args, const Execution& execution) {
+  const Tiles tiles = tiles_of(args.x);
+  quantize_whole_blocks_2d<C>
+      <<<tile_grid(args.batch, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
+         cuda_stream(execution)>>>(args.x, args.row, args.col, tiles);
+  check_launch("quantize");
+}
+
 }  // namespace
 
-bool launch_blocks_2d(const QuantizeArgs& args, const Execution& execution) {
-  if (args.row_spec != args.col_spec || args.row.decoded || args.col.decoded ||
-      args.row.amax != args.col.amax)
-    return false;
-  return launch_preset<kBlocks2dWalk>(args, true, true, [&]<class C, class>() {
-    const Tiles tiles = tiles_of(args.x);
-    quantize_whole_blocks_2d<C>
-        <<<tile_grid(args.batch, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
-           cuda_stream(execution)>>>(args.x, args.row, args.col, tiles);
-    check_launch("quantize");
-  });
+// Both directions scale by one amax: that which the caller passed for both, or the current one,
+// which is then the same.
+LaunchCast find_blocks_2d(const QuantizeArgs& args) {
+  if (!args.is_bf16 || !args.rowwise || args.row_spec != args.col_spec || args.row.decoded ||
+      args.col.decoded || args.row.amax != args.col.amax)
+    return nullptr;
+  return find_preset<kBlocks2dWalk>(args, []<class C, class>() -> LaunchCast { return launch<C>; });
 }
 
 }  // namespace minifloat::cuda

@@ -217,27 +217,32 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
+void launch_eden_rows(const QuantizeArgs& args, const Execution& execution) {
+  const VecRun run = run_of(args);
+  constexpr std::int64_t kOfBlock = kThreads * kBlocksOfLane * kOfThreadByRows;
+  const unsigned grid = grid_of(ceil_div<std::int64_t>(run.count, kOfBlock), "quantize");
+  cast_eden_rows<<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row);
+  check_launch("quantize");
+}
+void launch_eden_tiles(const QuantizeArgs& args, const Execution& execution) {
+  const Tiles tiles = tiles_of(args.x);
+  cast_eden_tile<<<tile_grid(args.batch, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
+                   cuda_stream(execution)>>>(args.x, args.col, tiles);
+  check_launch("quantize");
+}
+
 }  // namespace
 
-bool launch_preset_eden(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
-  if (!(columnwise ? args.col_spec : args.row_spec).is_eden()) return false;
-  const KernelOperand& plan = columnwise ? args.col : args.row;
+LaunchCast find_preset_eden(const QuantizeArgs& args) {
+  const bool is_one = args.rowwise != args.columnwise;
+  if (!is_one || !args.is_bf16 || args.groups) return nullptr;
+  if (!(args.columnwise ? args.col_spec : args.row_spec).is_eden()) return nullptr;
+  const KernelOperand& plan = args.columnwise ? args.col : args.row;
   if (reinterpret_cast<std::uintptr_t>(plan.codes) % sizeof(uint4) != 0 ||
       reinterpret_cast<std::uintptr_t>(plan.scale) % kBlocksOfLane != 0)
-    return false;
-  if (columnwise) {
-    const Tiles tiles = tiles_of(args.x);
-    cast_eden_tile<<<tile_grid(args.batch, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
-                     cuda_stream(execution)>>>(args.x, args.col, tiles);
-  } else {
-    if (!is_run(args) || args.batch > 1) return false;
-    const VecRun run = run_of(args);
-    constexpr std::int64_t kOfBlock = kThreads * kBlocksOfLane * kOfThreadByRows;
-    const unsigned grid = grid_of(ceil_div<std::int64_t>(run.count, kOfBlock), "quantize");
-    cast_eden_rows<<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row);
-  }
-  check_launch("quantize");
-  return true;
+    return nullptr;
+  if (args.columnwise) return launch_eden_tiles;
+  return is_run(args) && args.batch == 1 ? launch_eden_rows : nullptr;
 }
 
 }  // namespace minifloat::cuda

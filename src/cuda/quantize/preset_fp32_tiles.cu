@@ -30,18 +30,23 @@ __global__ void __launch_bounds__(kThreads, 3)
                                                   tile_of_matrix<true>(col, tile), amaxes_2d);
 }
 
+template <class C>
+void launch(const QuantizeArgs& args, const Execution& execution) {
+  const Tiles tiles = tiles_of(args.x);
+  const auto kernel = quantize_fp32_tile<C>;
+  constexpr std::size_t kBytes = SharedTile<float>::kBytes;
+  allow_shared(kernel, kBytes, "quantize");
+  kernel<<<tile_grid(args.batch, tiles, "quantize"), kThreads, kBytes, cuda_stream(execution)>>>(
+      args.x, args.row, args.col, tiles);
+  check_launch("quantize");
+}
+
 }  // namespace
 
-bool launch_preset_fp32_tiles(const QuantizeArgs& args, const Execution& execution) {
-  return launch_preset<kFp32TilesWalk>(args, true, true, [&]<class C, class>() {
-    const Tiles tiles = tiles_of(args.x);
-    const auto kernel = quantize_fp32_tile<C>;
-    constexpr std::size_t kBytes = SharedTile<float>::kBytes;
-    allow_shared(kernel, kBytes, "quantize");
-    kernel<<<tile_grid(args.batch, tiles, "quantize"), kThreads, kBytes, cuda_stream(execution)>>>(
-        args.x, args.row, args.col, tiles);
-    check_launch("quantize");
-  });
+LaunchCast find_preset_fp32_tiles(const QuantizeArgs& args) {
+  if (args.is_bf16 || !args.rowwise) return nullptr;
+  return find_preset<kFp32TilesWalk>(args,
+                                     []<class C, class>() -> LaunchCast { return launch<C>; });
 }
 
 }  // namespace minifloat::cuda

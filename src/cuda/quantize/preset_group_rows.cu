@@ -56,16 +56,20 @@ __global__ void __launch_bounds__(kThreads, 4)
   if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, part, largest);
 }
 
+template <class C>
+void launch(const QuantizeArgs& args, const Execution& execution) {
+  const VecRun run = run_of(args);
+  const unsigned grid = grid_of(ceil_div<std::int64_t>(run.count, kRun), "quantize");
+  quantize_runs<C><<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row, parts_of(args));
+  check_launch("quantize");
+}
+
 }  // namespace
 
-bool launch_preset_group_rows(const QuantizeArgs& args, const Execution& execution) {
-  if (!is_run(args) || args.x.rows == 0) return false;
-  return launch_preset<kGroupRowsWalk>(args, true, false, [&]<class C, class>() {
-    const VecRun run = run_of(args);
-    const unsigned grid = grid_of(ceil_div<std::int64_t>(run.count, kRun), "quantize");
-    quantize_runs<C><<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row, parts_of(args));
-    check_launch("quantize");
-  });
+LaunchCast find_preset_group_rows(const QuantizeArgs& args) {
+  if (!args.is_bf16 || !is_run(args) || args.x.rows == 0) return nullptr;
+  return find_preset<kGroupRowsWalk>(args,
+                                     []<class C, class>() -> LaunchCast { return launch<C>; });
 }
 
 }  // namespace minifloat::cuda

@@ -34,16 +34,21 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
   cast_group_tile<Row, Col>(row, col, whole, shared, part);
 }
 
+template <class Row, class Col>
+void launch(const QuantizeArgs& args, const Execution& execution) {
+  const std::int64_t down = most_line_tiles(args), across = args.x.cols / kTile;
+  quantize_group_tiles<Row, Col><<<grid_of(down * across, "quantize"), kThreads,
+                                   SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(
+      args.x, args.row, args.col, args.groups, tile_order(args.x, down, across));
+  check_launch("quantize");
+}
+
 }  // namespace
 
-bool launch_preset_group_tiles(const QuantizeArgs& args, bool rowwise, const Execution& execution) {
-  return launch_preset<kGroupTilesWalk>(args, rowwise, true, [&]<class Row, class Col>() {
-    const std::int64_t down = most_line_tiles(args), across = args.x.cols / kTile;
-    quantize_group_tiles<Row, Col><<<grid_of(down * across, "quantize"), kThreads,
-                                     SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(
-        args.x, row_plan(args, rowwise), args.col, args.groups, tile_order(args.x, down, across));
-    check_launch("quantize");
-  });
+LaunchCast find_preset_group_tiles(const QuantizeArgs& args) {
+  if (!args.is_bf16) return nullptr;
+  return find_preset<kGroupTilesWalk>(
+      args, []<class Row, class Col>() -> LaunchCast { return launch<Row, Col>; });
 }
 
 }  // namespace minifloat::cuda

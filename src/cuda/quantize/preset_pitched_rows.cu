@@ -65,12 +65,12 @@ void launch(const QuantizeArgs& args, const Execution& execution) {
 
 }  // namespace
 
-bool launch_preset_pitched_rows(const QuantizeArgs& args, const Execution& execution) {
+LaunchCast find_preset_pitched_rows(const QuantizeArgs& args) {
   const std::int64_t of_block = args.is_bf16 ? kOfBlock<Bf16> : kOfBlock<float>;
   const bool is_long = args.x.cols / kVec >= of_block / 2;  // else most threads have none
-  if (args.groups || args.batch > 1 || args.x.cols % kVec != 0 || !is_long) return false;
-  return launch_preset<kPitchedRowsWalk>(args, true, false, [&]<class C, class>() {
-    args.is_bf16 ? launch<C, Bf16>(args, execution) : launch<C, float>(args, execution);
+  if (args.groups || args.batch > 1 || args.x.cols % kVec != 0 || !is_long) return nullptr;
+  return find_preset<kPitchedRowsWalk>(args, [&]<class C, class>() -> LaunchCast {
+    return args.is_bf16 ? launch<C, Bf16> : launch<C, float>;
   });
 }
 

@@ -44,18 +44,21 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
+template <class C>
+void launch(const QuantizeArgs& args, const Execution& execution) {
+  const VecRun run = run_of(args);
+  const unsigned grid =
+      grid_of(ceil_div<std::int64_t>(run.count, kThreads * kVecsOfRows), "quantize");
+  quantize_run<C><<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row);
+  check_launch("quantize");
+}
+
 }  // namespace
 
-bool launch_preset_rows(const QuantizeArgs& args, const Execution& execution) {
+LaunchCast find_preset_rows(const QuantizeArgs& args) {
   const bool has_parts = args.batch > 1 && args.row_spec.has_tensor_amax();
-  if (!is_run(args) || has_parts) return false;
-  return launch_preset<kRowsWalk>(args, true, false, [&]<class C, class>() {
-    const VecRun run = run_of(args);
-    const unsigned grid =
-        grid_of(ceil_div<std::int64_t>(run.count, kThreads * kVecsOfRows), "quantize");
-    quantize_run<C><<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row);
-    check_launch("quantize");
-  });
+  if (!args.is_bf16 || args.groups || !is_run(args) || has_parts) return nullptr;
+  return find_preset<kRowsWalk>(args, []<class C, class>() -> LaunchCast { return launch<C>; });
 }
 
 }  // namespace minifloat::cuda

@@ -1,5 +1,5 @@
 // The preset casts, and which kernels are compiled for each. A preset's cast is one row of Table; a
-// kernel is launched for its rows by launch_preset. A pair's kernel by tiles also casts columnwise
+// kernel is found for its rows by find_preset. A pair's kernel by tiles also casts columnwise
 // alone: it leaves out the other direction.
 #pragma once
 
@@ -189,28 +189,31 @@ bool any_of(List<Entries...>, const F& f) {
 
 }  // namespace preset
 
-// Calls launch.operator()<Row, Col>() for the row of the table that casts these directions, or a
-// pair of which only the columnwise cast is wanted: it launches with row_plan. Returns false where
-// the kernels of kWalks have none.
-template <unsigned kWalks, preset::Formats kFormats = preset::Formats::kAll, class Launch>
-bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise, const Launch& launch) {
+// Returns kernel_of.operator()<Row, Col>(), a launch, for the row of the table that casts the
+// directions of args, or for a pair of which only the columnwise cast is wanted; null where the
+// kernels of kWalks have none.
+template <unsigned kWalks, class KernelOf>
+auto find_preset(const QuantizeArgs& args, const KernelOf& kernel_of) {
   using namespace preset;
-  return any_of(Table{}, [&]<class Entry>() {
-    if constexpr ((Entry::kWalks & kWalks) != 0 && kIsCompiled<Entry, kFormats>) {
+  decltype(kernel_of.template operator()<preset::Tensor, preset::Tensor>()) found = nullptr;
+  any_of(Table{}, [&]<class Entry>() {
+    if constexpr ((Entry::kWalks & kWalks) != 0) {
       using Row = typename Entry::Row;
       using Col = typename Entry::Col;
       constexpr bool kColumns = (kWalks & kWalksOfColumns) != 0 && kMayBeLeftOut<Row>;
-      const bool is_left_out = kColumns && !rowwise;
-      if ((!is_left_out &&
-           !is_cast_by<Row>(rowwise ? &args.row_spec : nullptr, args.row.row_scale != nullptr)) ||
-          !is_cast_by<Col>(columnwise ? &args.col_spec : nullptr, args.col.row_scale != nullptr))
+      const bool is_left_out = kColumns && !args.rowwise;
+      if ((!is_left_out && !is_cast_by<Row>(args.rowwise ? &args.row_spec : nullptr,
+                                            args.row.row_scale != nullptr)) ||
+          !is_cast_by<Col>(args.columnwise ? &args.col_spec : nullptr,
+                           args.col.row_scale != nullptr))
         return false;
-      launch.template operator()<Row, Col>();
+      found = kernel_of.template operator()<Row, Col>();
       return true;
     } else {
       return false;
     }
   });
+  return found;
 }
 
 }  // namespace minifloat::cuda

@@ -35,16 +35,21 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
   }
 }
 
+template <class Row, class Col>
+void launch(const QuantizeArgs& args, const Execution& execution) {
+  const Tiles tiles = tiles_of(args.x);
+  quantize_whole_tile<Row, Col>
+      <<<tile_grid(args.batch, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
+         cuda_stream(execution)>>>(args.x, args.row, args.col, tiles);
+  check_launch("quantize");
+}
+
 }  // namespace
 
-bool launch_preset_tiles(const QuantizeArgs& args, bool rowwise, const Execution& execution) {
-  return launch_preset<kTilesWalk>(args, rowwise, true, [&]<class Row, class Col>() {
-    const Tiles tiles = tiles_of(args.x);
-    quantize_whole_tile<Row, Col>
-        <<<tile_grid(args.batch, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
-           cuda_stream(execution)>>>(args.x, row_plan(args, rowwise), args.col, tiles);
-    check_launch("quantize");
-  });
+LaunchCast find_preset_tiles(const QuantizeArgs& args) {
+  if (!args.is_bf16) return nullptr;
+  return find_preset<kTilesWalk>(
+      args, []<class Row, class Col>() -> LaunchCast { return launch<Row, Col>; });
 }
 
 }  // namespace minifloat::cuda

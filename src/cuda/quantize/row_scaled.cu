@@ -149,18 +149,22 @@ void launch_with_columns(const QuantizeArgs& args, const Execution& execution) {
   check_launch("quantize");
 }
 
-// Calls f with the threads of a team and the vec16s of a thread. Returns false for longer rows.
-template <class F>
-bool for_rows_of(std::int64_t cols, F f) {
+// Returns launch_of.operator()<kTeam, kVecs>() for the threads of a team and the vec16s of a thread
+// that hold a row; null for longer rows.
+template <class LaunchOf>
+LaunchCast find_for_rows_of(std::int64_t cols, const LaunchOf& launch_of) {
   const std::int64_t vecs = ceil_div<std::int64_t>(cols, kVec);
-  const auto call = [&]<int kTeam, int kVecs>() {
+  LaunchCast found = nullptr;
+  const auto take = [&]<int kTeam, int kVecs>() {
     if (vecs > kTeam * kVecs) return false;
-    f.template operator()<kTeam, kVecs>();
+    found = launch_of.template operator()<kTeam, kVecs>();
     return true;
   };
-  return call.template operator()<kWarp, 1>() || call.template operator()<kWarp, 2>() ||
-         call.template operator()<kWarp, 4>() || call.template operator()<kThreads, 1>() ||
-         call.template operator()<kThreads, 2>() || call.template operator()<kThreads, 4>();
+  return take.template operator()<kWarp, 1>() || take.template operator()<kWarp, 2>() ||
+                 take.template operator()<kWarp, 4>() || take.template operator()<kThreads, 1>() ||
+                 take.template operator()<kThreads, 2>() || take.template operator()<kThreads, 4>()
+             ? found
+             : nullptr;
 }
 
 bool fits(const Spec& spec) {
@@ -169,18 +173,17 @@ bool fits(const Spec& spec) {
 
 }  // namespace
 
-bool launch_whole_rows(const QuantizeArgs& args, const Execution& execution) {
-  if (!fits(args.row_spec)) return false;
-  return for_rows_of(args.x.cols, [&]<int kTeam, int kVecs>() {
-    args.is_bf16 ? launch<Bf16, kTeam, kVecs>(args, execution)
-                 : launch<float, kTeam, kVecs>(args, execution);
+LaunchCast find_whole_rows(const QuantizeArgs& args) {
+  if (!fits(args.row_spec)) return nullptr;
+  return find_for_rows_of(args.x.cols, [&]<int kTeam, int kVecs>() -> LaunchCast {
+    return args.is_bf16 ? launch<Bf16, kTeam, kVecs> : launch<float, kTeam, kVecs>;
   });
 }
 
-bool launch_rows_and_amaxes_of_columns(const QuantizeArgs& args, const Execution& execution) {
-  if (!fits(args.row_spec) || !args.is_bf16 || args.groups) return false;
-  return for_rows_of(args.x.cols, [&]<int kTeam, int kVecs>() {
-    launch_with_columns<kTeam, kVecs>(args, execution);
+LaunchCast find_rows_and_amaxes_of_columns(const QuantizeArgs& args) {
+  if (!fits(args.row_spec) || !args.is_bf16 || args.groups) return nullptr;
+  return find_for_rows_of(args.x.cols, []<int kTeam, int kVecs>() -> LaunchCast {
+    return launch_with_columns<kTeam, kVecs>;
   });
 }
 
