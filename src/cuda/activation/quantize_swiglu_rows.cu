@@ -84,7 +84,7 @@ void launch(const SwiGluArgs& of, const QuantizeArgs& args, const Execution& exe
 LaunchSwiGluCast find_swiglu_rows(const QuantizeArgs& args) {
   if (!is_run(args)) return nullptr;
   return find_preset<kSwiGluRowsWalk>(
-      args, []<class C, class>() -> LaunchSwiGluCast { return launch<C>; });
+      args, [&]<class C, class>() -> LaunchSwiGluCast { return launch<C>; });
 }
 
 }  // namespace minifloat::cuda

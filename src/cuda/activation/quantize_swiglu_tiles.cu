@@ -62,7 +62,7 @@ void launch(const SwiGluArgs& of, const QuantizeArgs& args, const Execution& exe
 
 LaunchSwiGluCast find_swiglu_tiles(const QuantizeArgs& args) {
   if (args.x.cols % kTile != 0 || (!args.groups && args.x.rows % kTile != 0)) return nullptr;
-  const auto of = []<class Row, class Col>() -> LaunchSwiGluCast { return launch<Row, Col>; };
+  const auto of = [&]<class Row, class Col>() -> LaunchSwiGluCast { return launch<Row, Col>; };
   const LaunchSwiGluCast found = find_preset<kSwiGluTilesWalk>(args, of);
   return found || args.groups ? found : find_preset<kSwiGluMatrixWalk>(args, of);
 }

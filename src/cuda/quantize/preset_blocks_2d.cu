@@ -158,7 +158,8 @@ LaunchCast find_blocks_2d(const QuantizeArgs& args) {
   if (!args.is_bf16 || !args.rowwise || args.row_spec != args.col_spec || args.row.decoded ||
       args.col.decoded || args.row.amax != args.col.amax)
     return nullptr;
-  return find_preset<kBlocks2dWalk>(args, []<class C, class>() -> LaunchCast { return launch<C>; });
+  return find_preset<kBlocks2dWalk>(args,
+                                    [&]<class C, class>() -> LaunchCast { return launch<C>; });
 }
 
 }  // namespace minifloat::cuda

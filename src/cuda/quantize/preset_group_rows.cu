@@ -69,7 +69,7 @@ void launch(const QuantizeArgs& args, const Execution& execution) {
 LaunchCast find_preset_group_rows(const QuantizeArgs& args) {
   if (!args.is_bf16 || !is_run(args) || args.x.rows == 0) return nullptr;
   return find_preset<kGroupRowsWalk>(args,
-                                     []<class C, class>() -> LaunchCast { return launch<C>; });
+                                     [&]<class C, class>() -> LaunchCast { return launch<C>; });
 }
 
 }  // namespace minifloat::cuda

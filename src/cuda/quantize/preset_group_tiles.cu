@@ -48,7 +48,7 @@ void launch(const QuantizeArgs& args, const Execution& execution) {
 LaunchCast find_preset_group_tiles(const QuantizeArgs& args) {
   if (!args.is_bf16) return nullptr;
   return find_preset<kGroupTilesWalk>(
-      args, []<class Row, class Col>() -> LaunchCast { return launch<Row, Col>; });
+      args, [&]<class Row, class Col>() -> LaunchCast { return launch<Row, Col>; });
 }
 
 }  // namespace minifloat::cuda

@@ -58,7 +58,7 @@ void launch(const QuantizeArgs& args, const Execution& execution) {
 LaunchCast find_preset_rows(const QuantizeArgs& args) {
   const bool has_parts = args.batch > 1 && args.row_spec.has_tensor_amax();
   if (!args.is_bf16 || args.groups || !is_run(args) || has_parts) return nullptr;
-  return find_preset<kRowsWalk>(args, []<class C, class>() -> LaunchCast { return launch<C>; });
+  return find_preset<kRowsWalk>(args, [&]<class C, class>() -> LaunchCast { return launch<C>; });
 }
 
 }  // namespace minifloat::cuda

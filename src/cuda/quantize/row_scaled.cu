@@ -182,7 +182,7 @@ LaunchCast find_whole_rows(const QuantizeArgs& args) {
 
 LaunchCast find_rows_and_amaxes_of_columns(const QuantizeArgs& args) {
   if (!fits(args.row_spec) || !args.is_bf16 || args.groups) return nullptr;
-  return find_for_rows_of(args.x.cols, []<int kTeam, int kVecs>() -> LaunchCast {
+  return find_for_rows_of(args.x.cols, [&]<int kTeam, int kVecs>() -> LaunchCast {
     return launch_with_columns<kTeam, kVecs>;
   });
 }
