@@ -140,7 +140,12 @@ def test_checkpointing_repeats_the_bytes(recipe, use_reentrant):
 
 @pytest.mark.parametrize(
     ("recipe", "fused_w13"),
-    [(None, False), ("mxfp8", True), ("nvfp4", False), ("fp8_delayed", True)],
+    [
+        pytest.param(None, False, marks=pytest.mark.slow),
+        pytest.param("mxfp8", True, marks=pytest.mark.slow),
+        ("nvfp4", False),
+        ("fp8_delayed", True),
+    ],
 )
 def test_one_compiled_graph_for_any_number_of_tokens(recipe, fused_w13):
     moe = layer(

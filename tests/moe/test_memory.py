@@ -137,7 +137,9 @@ def test_bits_of_modules(name, recipe):
             mf.step(model)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_delayed"])
+@pytest.mark.parametrize(
+    "recipe", ["fp8_delayed", pytest.param("fp8_tensorwise", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", [name for name in BLOCKS if is_traceable(name)])
 def test_bits_of_compiled_modules(name, recipe):
     want, got = (run(compiled(model), tokens()) for model in pair(name, recipe))

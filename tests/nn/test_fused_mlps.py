@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import pickle
+from itertools import product
 
 import minifloat as mf
 import pytest
@@ -58,8 +59,17 @@ def calls(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("recipe", PRESETS)
+# Compiled with amax histories, with random bits, and with neither; eagerly under every preset.
+COMPILED = ("fp8_delayed", "nvfp4", "mxfp8")
+
+
+def of_presets():
+    for recipe, run in product(PRESETS, RUNS):
+        is_slow = run == "compiled" and recipe not in COMPILED
+        yield pytest.param(recipe, run, marks=pytest.mark.slow if is_slow else ())
+
+
+@pytest.mark.parametrize(("recipe", "run"), of_presets())
 def test_every_preset_in_a_block(recipe, run, calls):
     fused = block(recipe, bias=True)
     plain = unfused(fused, activation_of_torch=recipe in READ_AS_VALUES)

@@ -13,6 +13,7 @@ from minifloat.nn.fuse import mlp
 from torch import nn
 
 from tests.nn.test_accumulation import FeedForward, K, N, batch, built, grad_of, step
+from tests.support.compiled import compiled
 
 VOCABULARY, WIDTH = 48, 32
 
@@ -59,7 +60,7 @@ def require_equal_sums(weight, reference, batches=2):
 @pytest.mark.parametrize("recipe", ["mxfp8", "fp8_tensorwise", "nvfp4"])
 def test_tied_embedding(recipe, is_compiled):
     model, plain = tied("main_grad", recipe), tied(None, recipe)
-    train(torch.compile(model, fullgraph=True) if is_compiled else model)
+    train(compiled(model) if is_compiled else model)
     train(plain)
     require_equal_sums(model.head.weight, plain.head.weight)
 

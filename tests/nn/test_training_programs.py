@@ -28,6 +28,12 @@ def build(recipe="nvfp4", model=programs.Model):
     return converted
 
 
+def first_of(seeds, count):
+    """Returns seeds, of which the first ones are quick tests."""
+    slow = (pytest.param(seed, marks=pytest.mark.slow) for seed in range(count, seeds))
+    return [*range(count), *slow]
+
+
 def require_equal_runs(program, way, make=build):
     want = programs.Loop(make, programs.run_eager).run(program)
     got = programs.Loop(make, way).run(program)
@@ -96,12 +102,12 @@ def test_a_recomputed_function_that_begins_a_count_is_an_error(is_checkpointed_w
         y.sum().backward()
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", first_of(8, 4))
 def test_random_sequences(seed):
     require_equal_runs(programs.random_program(seed, programs.WHOLE), WAYS[seed % 4])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", first_of(4, 2))
 def test_random_sequences_with_experts(seed):
     program = programs.random_program(100 + seed, programs.PARTS)
     require_equal_runs(program, programs.compile_blocks, lambda: build(model=programs.Experts))

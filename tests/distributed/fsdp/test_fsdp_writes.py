@@ -269,7 +269,7 @@ def check_all_call_step(rank):
 
 
 def test_a_rank_that_writes_alone():
-    other, writer = last_words(2, write_alone, seconds=16)
+    other, writer = last_words(2, write_alone, seconds=8)
     assert "ValueError: fully_shard: expected all 2 ranks to have written to blocks.0.up" in writer
     assert "ranks [0] have not arrived" in writer
     assert other is not None

@@ -18,7 +18,7 @@ from torch import nn
 
 from tests.support.worlds import run_world
 
-RANKS, STEPS, BATCH, SIZES = 4, 100, 8, (48, 70, 33, 16)
+RANKS, STEPS, BATCH, SIZES = 4, 30, 8, (48, 70, 33, 16)
 HYBRID = "fprop=mxfp8*mxfp8 dgrad=nvfp4+sr*nvfp4/16x16 wgrad=mxfp8*mxfp8"
 RECIPES = ["fp8_tensorwise", "fp8_blockwise", "mxfp8", "mxfp8_2d", "nvfp4", HYBRID]
 
