@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.experts import relative_error
+from tests.support.pairs import pairs
 from tests.support.reuse_counts import Casts
 from tests.support.worlds import device_of, run_world
 
@@ -24,6 +25,7 @@ MIXED = "fprop=nvfp4*nvfp4/16x16 dgrad=e4m3/tensor*mxfp4 wgrad=e4m3/row*nvfp4"
 RANDOM = "fprop=mxfp8+sr*mxfp8+sr dgrad=nvfp4+sr*e4m3/row+sr wgrad=e4m3/tensor+sr*nvfp4+sr"
 PARTLY = "fprop=mxfp8*mxfp8 dgrad=mxfp8*e4m3/row wgrad=mxfp8*mxfp8"
 RECIPES = [None, *mf.presets()[1:], MIXED, RANDOM]
+EXTRAS = [{}, {"bias": True, "limit": 7.0}]
 FORMS = [{}, {"fused_w13": True}, {"bias": True}, {"fused_w13": True, "bias": True, "limit": 7.0}]
 
 
@@ -203,22 +205,22 @@ def check_layer(rank, recipes, kind="cpu"):
     device = device_of(rank, kind)
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
     alone = dist.new_group([rank], use_local_synchronization=True)
-    for recipe in recipes:
-        for form in FORMS:
-            whole, mine = (experts_of(recipe, device, **form) for _ in range(2))
-            for step in range(2):  # the second scales by the first one's amaxes under +delayed
-                want = run(whole, *inputs(device, step))
-                got = run(cut(mine, mesh) if step == 0 else mine, *inputs(device, step))
-                over_tokens = [name for name in want if name[0] in "wb" and name != "weights"]
-                where = recipe, form
-                is_first = kind == "cpu" and step == 0
-                require_like(got, want, over_tokens, is_first, where)
-                require_like(got, want, ("y", "x", "weights"), False, where)
-                if step == 0 and kind == "cpu":
-                    for name, history in histories(whole).items():
-                        assert torch.equal(histories(mine)[name], history), (where, name)
-                mf.step(whole, alone)
-                mf.step(mine)
+    for recipe, fused, extra in pairs(recipes, (False, True), EXTRAS):
+        form = extra | {"fused_w13": fused}
+        whole, mine = (experts_of(recipe, device, **form) for _ in range(2))
+        for step in range(2):  # the second scales by the first one's amaxes under +delayed
+            want = run(whole, *inputs(device, step))
+            got = run(cut(mine, mesh) if step == 0 else mine, *inputs(device, step))
+            over_tokens = [name for name in want if name[0] in "wb" and name != "weights"]
+            where = recipe, form
+            is_first = kind == "cpu" and step == 0
+            require_like(got, want, over_tokens, is_first, where)
+            require_like(got, want, ("y", "x", "weights"), False, where)
+            if step == 0 and kind == "cpu":
+                for name, history in histories(whole).items():
+                    assert torch.equal(histories(mine)[name], history), (where, name)
+            mf.step(whole, alone)
+            mf.step(mine)
 
 
 def check_primary(rank, kind="cpu"):
@@ -236,42 +238,41 @@ def check_primary(rank, kind="cpu"):
 
 
 def check_reuse(rank, kind="cpu"):
-    """Checks that weights are cast once a step, with the results of casting them each time."""
-    device = device_of(rank, kind)
+    """Checks that weights are cast once a step, with the results of casting them each time.
+
+    Also where bytes are not compared, as on CUDA: gradients show that a weight is unchanged.
+    """
+    recipes, forms = ("mxfp8", "nvfp4", "fp8_delayed", "fp8_tensorwise"), ({}, {"fused_w13": True})
+    for recipe, form, compares_bytes in pairs(recipes, forms, (True, False)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(operand_cache, "COMPARES_BYTES", compares_bytes)
+            check_reuse_of(recipe, form, device_of(rank, kind), kind)
+
+
+def check_reuse_of(recipe, form, device, kind):
     mesh = init_device_mesh(kind, (dist.get_world_size(),))
-    for recipe in ("mxfp8", "nvfp4", "fp8_delayed", "fp8_tensorwise"):
-        for form in ({}, {"fused_w13": True}):
-            models = [cut(experts_of(recipe, device, **form), mesh) for _ in range(2)]
-            for name in models[1].weight_names:
-                product_of(models[1], name).cache_of = lambda weight: None
-            optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in models]
-            for step in range(3):
-                results = []
-                for module, optimizer in zip(models, optimizers):
-                    # CUDA's backward would run in a thread of its own, where nothing is counted.
-                    with torch.autograd.set_multithreading_enabled(False), Casts() as seen:
-                        found = [run(module, *inputs(device, seed)) for seed in range(3)]
-                    count = sum(n for shape, n in seen.count.items() if len(shape) == 3)
-                    if module is models[0] and step > 0:
-                        where = (recipe, form, step, dict(seen.count))
-                        assert count == len(module.weight_names), where
-                    results.append((found, count))
-                    optimizer.step()
-                    optimizer.zero_grad()
-                    mf.step(module)
-                assert results[1][1] == 3 * len(models[1].weight_names)
-                for a, b in zip(results[0][0], results[1][0]):
-                    for name in a:
-                        assert torch.equal(a[name], b[name]), (recipe, form, name)
-
-
-def check_reuse_as_on_cuda(rank):
-    """Checks the same where bytes are not compared: gradients show that a weight is unchanged."""
-    operand_cache.COMPARES_BYTES = False
-    try:
-        check_reuse(rank)
-    finally:
-        operand_cache.COMPARES_BYTES = True
+    models = [cut(experts_of(recipe, device, **form), mesh) for _ in range(2)]
+    for name in models[1].weight_names:
+        product_of(models[1], name).cache_of = lambda weight: None
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in models]
+    for step in range(3):
+        results = []
+        for module, optimizer in zip(models, optimizers):
+            # CUDA's backward would run in a thread of its own, where nothing is counted.
+            with torch.autograd.set_multithreading_enabled(False), Casts() as seen:
+                found = [run(module, *inputs(device, seed)) for seed in range(3)]
+            count = sum(n for shape, n in seen.count.items() if len(shape) == 3)
+            if module is models[0] and step > 0:
+                where = (recipe, form, step, dict(seen.count))
+                assert count == len(module.weight_names), where
+            results.append((found, count))
+            optimizer.step()
+            optimizer.zero_grad()
+            mf.step(module)
+        assert results[1][1] == 3 * len(models[1].weight_names)
+        for a, b in zip(results[0][0], results[1][0]):
+            for name in a:
+                assert torch.equal(a[name], b[name]), (recipe, form, name)
 
 
 def check_refusals(rank):
@@ -387,7 +388,7 @@ def test_layer_of_two_ranks():
 
 
 def check_all(rank):
-    checks = (check_primary, check_reuse, check_reuse_as_on_cuda, check_refusals, check_order)
+    checks = (check_primary, check_reuse, check_refusals, check_order)
     for check in (*checks, check_compiled):
         check(rank)
 
