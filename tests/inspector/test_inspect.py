@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+from dataclasses import replace
 
 import minifloat as mf
 import pytest
@@ -523,6 +524,22 @@ def test_the_map_ranks_by_predicted_loss(inspection):
     mixed = inspection.recipe_map(0.8, "nvfp4", "mxfp8").text
     assert ": mxfp8" in mixed
     assert "bf16" not in mixed
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, -math.inf])
+def test_a_layer_without_a_finite_loss_stays_first(inspection, loss):
+    one = left_by(inspection, 0.8)[0]
+    rows = [replace(row, loss_second=loss) if row.module == one else row for row in inspection.rows]
+    assert one not in left_by(replace(inspection, rows=rows), 0.8)
+
+
+def left_by(inspection, share):
+    """Returns the layers that a map converts to nvfp4, as the inspection orders them."""
+    text = inspection.recipe_map(share).text
+    modules = dict.fromkeys(row.module for row in inspection.rows)
+    return [
+        name for name in modules if name not in inspection.heads and f" {name}: bf16" not in text
+    ]
 
 
 def test_refusals_of_a_map(inspection):

@@ -1,6 +1,7 @@
 """mf.nn.quantized_model_init: which nn.Linear it converts, beside threads, tasks and generators."""
 
 import asyncio
+import contextvars
 import inspect
 import sys
 import threading
@@ -42,6 +43,21 @@ def test_layers_of_another_thread_are_not_converted():
     with mf.nn.quantized_model_init(RECIPE):
         assert not is_converted(in_thread(build))
         assert is_converted(build())
+
+
+def test_a_thread_with_a_copy_of_the_context_converts_nothing():
+    """As asyncio.to_thread copies it."""
+    with mf.nn.quantized_model_init(RECIPE):
+        context = contextvars.copy_context()
+        assert not is_converted(in_thread(lambda: context.run(build)))
+
+
+def test_subclasses_stay():
+    """Their code knows a weight in high precision."""
+    with mf.nn.quantized_model_init(RECIPE):
+        out_proj = nn.MultiheadAttention(32, 2).out_proj
+    assert isinstance(out_proj, nn.Linear)
+    assert not isinstance(out_proj.weight, mf.QuantizedTensor)
 
 
 def test_many_threads_build_at_a_time():

@@ -206,6 +206,16 @@ def test_a_subclass_of_linear_stays_one():
     assert type(model[1]) is nn.Linear
 
 
+def test_tied_layers_of_two_recipes_are_gathered_in_the_compute_dtype():
+    """FSDP2 gathers one parameter, whose codes one of them alone could read."""
+    for recipes, is_gathered in (("*: mxfp8", True), ("0: mxfp8; 1: nvfp4", False)):
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        model[1].weight = model[0].weight
+        gather = mf.quantize_(model, recipes, keep="nothing").gather
+        tied = ["it is tied to another reader's" in gather[name] for name in ("0", "1")]
+        assert tied == [not is_gathered] * 2, gather
+
+
 @pytest.mark.parametrize("gather", ["compute_dtype", "codes"])
 def test_a_layer_that_fsdp_shards_alone_is_restored_or_refused(gather):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

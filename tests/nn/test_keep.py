@@ -137,6 +137,7 @@ class Beside(nn.Module):
         nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 32), nn.Linear(32, 64)),
         nn.ModuleDict({"up": nn.Linear(16, 64), "down": nn.Linear(64, 16)}),
         Lm(rows=80, outputs=90),
+        Lm(rows=60, outputs=64, dim=64),  # a square layer, whatever the rows
         Lists(is_embedded=False),
         Pooling(),
         Beside(),
