@@ -184,7 +184,7 @@ def options(device: torch.device) -> Iterator[Case]:
     choices: dict[str, dict[str, Any]] = {
         "plain": {},
         "seed": {"seed": -3, "data_parallel_rank": 2},
-        "weights": {"recompute": "weight"},
+        "recompute": {"recompute": "weight"},
         "main_grad": {"accumulate": "main_grad"},
         "grad": {"accumulate": "grad"},
         "primary": {"primary": True},
@@ -290,16 +290,15 @@ def mlps(device: torch.device) -> Iterator[Case]:
     for (name, recipe), (activation, gated) in product(every_spec().items(), kinds):
         if name in ("bf16", "eden") or (activation != "silu" and name not in mf.presets()):
             continue
-        ways = {"speed": None, "weights": "weight"}
-        for way in ways if name in mf.presets() else ("speed",):
+        for recompute in (None, "weight") if name in mf.presets() else (None,):
             mlp = mf.MLP(DIM, HIDDEN, gated=gated, activation=activation, bias=not gated)
             mlp = mlp.to(device, torch.bfloat16)
-            mf.quantize_(mlp, recipe, keep="nothing", recompute=ways[way], seed=SEED)
+            mf.quantize_(mlp, recipe, keep="nothing", recompute=recompute, seed=SEED)
             amax = amax_of(recipe)
             x = inputs((64, DIM), amax, torch.bfloat16, 1, 1 / 64)
             g = inputs((64, DIM), amax, torch.bfloat16, 50)
             line = train(mlp, x, g, amax, {"bias": False})
-            yield f"mlp {name} {activation} {way}", line.text()
+            yield f"mlp {name} {activation} recompute={recompute}", line.text()
 
 
 def experts(device: torch.device) -> Iterator[Case]:

@@ -156,7 +156,7 @@ def train_cut(mesh: DeviceMesh, line: Line, recipe: str) -> None:
 
 
 def train_experts(mesh: DeviceMesh, line: Line, recipe: str) -> None:
-    for way, dispatch in (("codes", "codes"), ("bf16", "compute_dtype")):
+    for dispatch in ("codes", "compute_dtype"):
         moe = mf.MoE(128, 64, 4, 2, dtype=torch.bfloat16)
         arguments = moe_arguments(moe, recipe)
         _, x, g, amax, _ = arguments
@@ -167,8 +167,8 @@ def train_experts(mesh: DeviceMesh, line: Line, recipe: str) -> None:
             data = x(10 * dist.get_rank() + step).requires_grad_()
             y = moe(data)
             y.backward(g(step).to(y))
-            line.add(f"{way}.y", y)
-            line.add(f"{way}.x", data.grad)
+            line.add(f"{dispatch}.y", y)
+            line.add(f"{dispatch}.x", data.grad)
             mf.step(moe)
 
 

@@ -53,7 +53,7 @@ def test_every_entry_of_the_tables_has_cases():
         assert f"linear_group {preset}" in layers
         if preset != "bf16":
             assert f"model {preset} plain" in layers
-            assert f"mlp {preset} silu speed" in layers
+            assert f"mlp {preset} silu recompute=None" in layers
             assert {f"moe {preset} fused", f"moe {preset} limit"} <= layers
 
 
