@@ -77,6 +77,7 @@ PYTHON_TESTS = {
     "checks": "test_spec nn/test_convert_arguments nn/test_state moe/test_router tensor",
     "moe": "moe/test_router moe/test_balance moe/test_grouped_mlp moe/test_layer nn/test_no_tokens "
     "moe/test_token_cast moe/test_permute moe/test_convert moe/test_cut_experts",
+    "moe/grouped_mlp": "moe/test_grouped_mlp moe/test_grouped_mlp_ranks",
     "moe/convert": "moe/test_same_experts moe/test_convert clients/test_known_experts",
     "moe/ranks": "moe/test_dispatch moe/test_expert_parallel moe/test_expert_faults "
     "moe/test_expert_gradients moe/test_expert_sharding moe/test_grouped_mlp_ranks",

@@ -167,7 +167,11 @@ def check_bad_input(rank: int) -> None:
     for dropped in (torch.zeros(1), torch.zeros(2, dtype=torch.int64), 3):
         refused(ValueError, r"expected dropped as int64 \(1\) on cpu", group=group, dropped=dropped)
     refused(ValueError, "needs rng, got None", group=group, recipe="nvfp4")
-    refused(ValueError, "needs amax_history, got None", group=group, recipe="fp8_delayed")
+    needs = "needs amax_history, got None"
+    refused(ValueError, needs, group=group, recipe="fp8_delayed")
+    history = torch.zeros(6, given[2].shape[0], 3)
+    for histories in ([history, None], [None, history]):
+        refused(ValueError, needs, group=group, recipe="fp8_delayed", amax_history=histories)
     # The experts of all ranks are as many as this rank's times the ranks.
     uneven = arguments(8, experts=2 + rank)
     refused(
