@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import lzma
 import math
-import re
 import statistics
 import sys
 from itertools import accumulate
@@ -38,10 +37,9 @@ def write_record(path: Path, record: Record) -> None:
 
 
 def read_record(path: Path) -> Record:
-    """Reads a record; its name is written as an entry, where an older one has `(keep POLICY)`."""
+    """Reads a record, as write_record writes it."""
     with lzma.open(path, "rt") as file:
-        record = {key: value for line in file for key, value in json.loads(line).items()}
-    return record | {"name": re.sub(r"\(keep (\w+)\)", r"keep=\1", record["name"])}
+        return {key: value for line in file for key, value in json.loads(line).items()}
 
 
 def records_in(folders: list[Path]) -> list[Record]:
