@@ -17,7 +17,8 @@ __device__ __forceinline__ bool find_tile(const KernelInput& x, const DeviceGrou
   const std::uint32_t of_rows = across.divide(blockIdx.x),
                       col = (blockIdx.x - of_rows * across.d) * kTile;
   if (groups)
-    return of_rows < line_tiles(groups) && find_line_tile<Bf16>(x, groups, of_rows, col, part);
+    return of_rows < tiles_of_groups(groups) &&
+           find_tile_of_groups<Bf16>(x, groups, of_rows, col, part);
   part = {x, {0, of_rows * kTile, col}, true, 0, 0, static_cast<std::uint32_t>(x.rows)};
   return true;
 }
@@ -52,9 +53,10 @@ __global__ void __launch_bounds__(kThreads, 4)
 template <class Row, class Col>
 void launch(const SwiGluArgs& of, const QuantizeArgs& args, const Execution& execution) {
   const Divisor across(args.x.cols / kTile);
-  quantize_swiglu_tiles<Row, Col><<<grid_of(most_line_tiles(args) * across.d, "quantize_swiglu"),
-                                    kThreads, SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(
-      of, args.x, args.row, args.col, args.groups, across);
+  quantize_swiglu_tiles<Row, Col>
+      <<<grid_of(most_tiles_of_groups(args) * across.d, "quantize_swiglu"), kThreads,
+         SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(of, args.x, args.row, args.col,
+                                                             args.groups, across);
   check_launch("quantize_swiglu");
 }
 

@@ -162,14 +162,15 @@ __device__ __forceinline__ TilePart part_of_group(const KernelInput& x, const De
 }
 
 // Returns the tiles that end at lines, at most, of one column of x's tiles.
-__device__ __forceinline__ std::uint32_t line_tiles(const DeviceGroups& groups) {
+__device__ __forceinline__ std::uint32_t tiles_of_groups(const DeviceGroups& groups) {
   return load_boundary(groups.cols, groups.count) / kTile + groups.count;
 }
-// Finds the group of tile `i` among line_tiles, at column `col` of x. Returns false where the tile
+// Finds the group of tile `i` among tiles_of_groups, at column `col` of x. Returns false where the tile
 // has no columns of the group.
 template <class T>
-__device__ __forceinline__ bool find_line_tile(const KernelInput& x, const DeviceGroups& groups,
-                                               std::uint32_t i, std::uint32_t col, TilePart& part) {
+__device__ __forceinline__ bool find_tile_of_groups(const KernelInput& x,
+                                                    const DeviceGroups& groups, std::uint32_t i,
+                                                    std::uint32_t col, TilePart& part) {
   const GroupPlace group = find_group(
       groups, i, [&](std::uint32_t e) { return load_boundary(groups.cols, e) / kTile + e; });
   part = part_in<T>(x, group, {0, 0, col});

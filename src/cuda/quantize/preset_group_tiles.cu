@@ -22,9 +22,9 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
     if (is_wanted(row)) store_parts<Row>(row, groups.count);
   if constexpr (kCol) store_parts<Col>(col, groups.count);
   const TileOrder::Tile tile = order.tile(blockIdx.x);
-  if (tile.row >= line_tiles(groups)) return;
+  if (tile.row >= tiles_of_groups(groups)) return;
   TilePart part;
-  if (!find_line_tile<Bf16>(x, groups, tile.row, tile.col * kTile, part)) return;
+  if (!find_tile_of_groups<Bf16>(x, groups, tile.row, tile.col * kTile, part)) return;
   shared.fill_rows(part.x, part.tile, part.skip);
   if constexpr (kRow)
     if (threadIdx.x == 0 && is_wanted(row)) prepare<Row>(row, whole[0], part.tile.batch, false);
@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
 
 template <class Row, class Col>
 void launch(const QuantizeArgs& args, const Execution& execution) {
-  const std::int64_t down = most_line_tiles(args), across = args.x.cols / kTile;
+  const std::int64_t down = most_tiles_of_groups(args), across = args.x.cols / kTile;
   quantize_group_tiles<Row, Col><<<grid_of(down * across, "quantize"), kThreads,
                                    SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(
       args.x, args.row, args.col, args.groups, tile_order(args.x, down, across));

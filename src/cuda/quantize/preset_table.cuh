@@ -20,7 +20,7 @@ enum Walk : unsigned {
   kSwiGluRowsWalk = 1 << 6,    // SwiGLU's values by rows: activation/quantize_swiglu_rows.cu
   kSwiGluTilesWalk = 1 << 7,   // the same by tiles: activation/quantize_swiglu_tiles.cu
   kSwiGluMatrixWalk = 1 << 8,  // the same without groups
-  kPitchedRowsWalk = 1 << 9    // rows that may lie apart, of bf16 or fp32: preset_pitched_rows.cu
+  kStridedRowsWalk = 1 << 9    // rows that may lie apart, of bf16 or fp32: preset_strided_rows.cu
 };
 inline constexpr unsigned kWalksOfColumns =  // whose kernels may leave out the rowwise cast
     kTilesWalk | kGroupTilesWalk | kSwiGluTilesWalk;
@@ -35,6 +35,8 @@ using TensorE5m2 = Nearest<ScaleRule::kTensor, E5M2>;
 using Row = Nearest<ScaleRule::kRow, E4M3>;
 using Block = Nearest<ScaleRule::kBlock, E4M3>;
 using Block2d = PresetCast<ScaleRule::kBlock, E4M3, false, false, true>;
+using BlockExact = PresetCast<ScaleRule::kBlock, E4M3, false, false, false, ScaleRounding::kExact>;
+using Block2dExact = PresetCast<ScaleRule::kBlock, E4M3, false, false, true, ScaleRounding::kExact>;
 using Mxfp8 = Nearest<ScaleRule::kMx, E4M3>;
 using BlockRandom = PresetCast<ScaleRule::kBlock, E4M3, true, false>;
 using Mxfp8Random = PresetCast<ScaleRule::kMx, E4M3, true, false>;
@@ -85,12 +87,13 @@ using Table = List<
     // ---- Rowwise
     Pair<Tensor, Absent, kEveryRow>,
     Pair<TensorE5m2, Absent, kOfMemoryRows>,
-    Pair<Block, Absent, kEveryRow | kPitchedRowsWalk>,
-    Pair<Mxfp8, Absent, kEveryRow | kPitchedRowsWalk>,
-    Pair<BlockRandom, Absent, kRowsWalk | kPitchedRowsWalk>,  // of messages
-    Pair<Mxfp8Random, Absent, kRowsWalk | kPitchedRowsWalk>,
-    Pair<Mxfp4::Straight, Absent, kEveryRow | kPitchedRowsWalk>,
-    Pair<Mxfp4::Random, Absent, kOfMemoryRows | kSwiGluRowsWalk | kPitchedRowsWalk>,
+    Pair<Block, Absent, kEveryRow | kStridedRowsWalk>,
+    Pair<BlockExact, Absent, kOfMemoryRows>,
+    Pair<Mxfp8, Absent, kEveryRow | kStridedRowsWalk>,
+    Pair<BlockRandom, Absent, kRowsWalk | kStridedRowsWalk>,  // of messages
+    Pair<Mxfp8Random, Absent, kRowsWalk | kStridedRowsWalk>,
+    Pair<Mxfp4::Straight, Absent, kEveryRow | kStridedRowsWalk>,
+    Pair<Mxfp4::Random, Absent, kOfMemoryRows | kSwiGluRowsWalk | kStridedRowsWalk>,
     Pair<Nvfp4::Straight, Absent, kOfMemoryRows>,
     Pair<Nvfp4::Random, Absent, kOfMemoryRows>,
     Pair<Nvfp4Pow2::Straight, Absent, kOfMemoryRows>,
@@ -116,6 +119,8 @@ using Table = List<
     Pair<Row, Row, kEveryTile | kFp32TilesWalk>,
     Pair<Block, Block, kEveryTile | kFp32TilesWalk>,
     Pair<Block2d, Block2d, kTilesWalk | kFp32TilesWalk>,
+    Pair<BlockExact, BlockExact, kOfMemoryTiles>,
+    Pair<Block2dExact, Block2dExact, kTilesWalk>,
     Pair<Mxfp8, Mxfp8, kEveryTile | kFp32TilesWalk>,
     Pair<Mxfp8Block2d, Mxfp8Block2d, kTilesWalk | kFp32TilesWalk>,
     Pair<Mxfp4::Straight, Mxfp4::Straight, kOfMemoryTiles | kFp32TilesWalk>,

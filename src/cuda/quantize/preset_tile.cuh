@@ -152,7 +152,7 @@ __device__ __forceinline__ void cast_group_tile(const KernelOperand& row, const 
 }
 
 // Returns the most rows of tiles that end at lines: each group may begin and end within a tile.
-inline std::int64_t most_line_tiles(const QuantizeArgs& args) {
+inline std::int64_t most_tiles_of_groups(const QuantizeArgs& args) {
   return ceil_div<std::int64_t>(args.col.padded, kTile) + args.groups.count;
 }
 

@@ -12,7 +12,7 @@ LaunchCast find_preset(const QuantizeArgs& args) {
   if (!args.x.aligned || !fits_preset(args)) return nullptr;
   if (!args.columnwise)
     return first_of(args, find_preset_eden, find_preset_rows, find_preset_group_rows,
-                    find_preset_pitched_rows);
+                    find_preset_strided_rows);
   if (args.x.cols % kTile != 0) return nullptr;
   if (args.groups) return find_preset_group_tiles(args);
   if (args.x.rows % kTile != 0) return nullptr;

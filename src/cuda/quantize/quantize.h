@@ -39,7 +39,7 @@ LaunchCast find_preset_tiles(const QuantizeArgs& args);
 
 // A preset kernel, rowwise, of one bf16 or fp32 matrix of long rows of whole vec16s, which may lie
 // apart in memory or in the operand.
-LaunchCast find_preset_pitched_rows(const QuantizeArgs& args);
+LaunchCast find_preset_strided_rows(const QuantizeArgs& args);
 
 // One direction of bf16 matrices by MS-EDEN: whole transforms rowwise, whole tiles columnwise.
 LaunchCast find_preset_eden(const QuantizeArgs& args);

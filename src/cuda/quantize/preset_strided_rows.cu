@@ -15,7 +15,7 @@ constexpr unsigned kOfBlock = kAtOnce<T> * kThreads;
 
 template <class C, class T>
 __global__ void __launch_bounds__(kThreads, 4)
-    quantize_pitched_rows(const __grid_constant__ KernelInput x,
+    quantize_strided_rows(const __grid_constant__ KernelInput x,
                           const __grid_constant__ KernelOperand plan,
                           const __grid_constant__ Divisor blocks_of_row) {
   static_assert(C::kBlocks && !C::kIsBlock2d && !C::kTransform && !C::kReadsValues);
@@ -58,18 +58,18 @@ template <class C, class T>
 void launch(const QuantizeArgs& args, const Execution& execution) {
   const Divisor blocks_of_row(ceil_div<std::int64_t>(args.x.cols, kVec * kOfBlock<T>));
   const unsigned grid = grid_of(args.x.rows * blocks_of_row.d, "quantize");
-  quantize_pitched_rows<C, T>
+  quantize_strided_rows<C, T>
       <<<grid, kThreads, 0, cuda_stream(execution)>>>(args.x, args.row, blocks_of_row);
   check_launch("quantize");
 }
 
 }  // namespace
 
-LaunchCast find_preset_pitched_rows(const QuantizeArgs& args) {
+LaunchCast find_preset_strided_rows(const QuantizeArgs& args) {
   const std::int64_t of_block = args.is_bf16 ? kOfBlock<Bf16> : kOfBlock<float>;
   const bool is_long = args.x.cols / kVec >= of_block / 2;  // else most threads have none
   if (args.groups || args.batch > 1 || args.x.cols % kVec != 0 || !is_long) return nullptr;
-  return find_preset<kPitchedRowsWalk>(args, [&]<class C, class>() -> LaunchCast {
+  return find_preset<kStridedRowsWalk>(args, [&]<class C, class>() -> LaunchCast {
     return args.is_bf16 ? launch<C, Bf16> : launch<C, float>;
   });
 }
