@@ -161,12 +161,12 @@ __device__ __forceinline__ TilePart part_of_group(const KernelInput& x, const De
   return part;
 }
 
-// Returns the tiles that end at lines, at most, of one column of x's tiles.
+// Returns the most tiles that the groups have in one column of x's tiles.
 __device__ __forceinline__ std::uint32_t tiles_of_groups(const DeviceGroups& groups) {
   return load_boundary(groups.cols, groups.count) / kTile + groups.count;
 }
-// Finds the group of tile `i` among tiles_of_groups, at column `col` of x. Returns false where the tile
-// has no columns of the group.
+// Finds the group of tile `i` among tiles_of_groups, at column `col` of x. Returns false where the
+// tile has no columns of the group.
 template <class T>
 __device__ __forceinline__ bool find_tile_of_groups(const KernelInput& x,
                                                     const DeviceGroups& groups, std::uint32_t i,
