@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.experts import relative_error
 from tests.support.pairs import pairs
 from tests.support.reuse_counts import Casts
+from tests.support.specs import ROWS_RECIPE
 from tests.support.worlds import device_of, run_world
 
 D, HIDDEN, E, TOKENS = 128, 512, 3, 40
@@ -384,7 +385,7 @@ def check_fsdp(rank):
 
 
 def test_layer_of_two_ranks():
-    run_world(2, check_layer, RECIPES)
+    run_world(2, check_layer, [*RECIPES, ROWS_RECIPE])
 
 
 def check_all(rank):

@@ -46,12 +46,12 @@ QuantizedOperand shard_of(const QuantizedOperand& whole, const Spec& spec, std::
   QuantizedOperand out = whole;
   out.codes = cuts.of(whole.codes, dim, is_rows ? 1 : 8 / spec.code_bits());
   out.decoded = cuts.of(whole.decoded, dim, 1);
-  if (spec.has_blocks()) {
+  const bool has_own_rows = spec.has_row_amax() && is_rows;
+  if (spec.has_blocks())
     out.scale = cuts.of(whole.scale, dim, is_rows ? spec.block_rows : spec.block_cols);
-  } else if (spec.has_row_amax() && is_rows) {
+  else if (has_own_rows)
     out.scale = cuts.of(whole.scale, -1, 1);
-    out.amax = cuts.of(whole.amax, -1, 1);
-  }
+  if (has_own_rows) out.amax = cuts.of(whole.amax, -1, 1);
   return out;
 }
 
