@@ -372,22 +372,19 @@ def quantize(
             scale = mx_codes(block_amax(x, p.block), p.elements, "floor" in p.flags)
             inverse = np.ldexp(F32(1), 127 - scale.astype(np.int32))
             factor = spread(np.where(scale == 255, F32(np.nan), inverse), p.block, shape)
-        elif p.rule == "nvfp4" and p.has_rows:
-            amax = largest(x, 1) if given_amax is None else np.asarray(given_amax, F32)
-            rows = [nvfp4_scales(x[i : i + 1], amax[i], p.block, p.flags) for i in range(len(x))]
-            s = np.array([row[0] for row in rows], F32).reshape(-1, 1)
-            empty = np.zeros((0, -(-shape[1] // 16)), np.uint8)
-            scale = np.concatenate([empty, *(row[1] for row in rows)])
-            block = decode(scale, E4M3)
-            enc = np.minimum(F32(1) / (block * (F32(1) / s)), FLT_MAX)
-            factor, zero = (spread(t, p.block, shape) for t in (enc, block == 0))
         else:
-            amax = largest(x) if given_amax is None else np.asarray(given_amax, F32)
+            amax = largest(x, 1 if p.has_rows else None)
+            amax = amax if given_amax is None else np.asarray(given_amax, F32)
             corrections = None
             if "eden" in p.flags:
                 s, scale, corrections = eden_scales(x, amax)
             elif "4over6" in p.flags:
                 s, scale = four_over_six_scales(x, amax, p.block, columnwise and not p.points)
+            elif p.has_rows:
+                empty = np.zeros((0, -(-shape[1] // 16)), np.uint8)
+                rows = [nvfp4_scales(x[i : i + 1], a, p.block, p.flags) for i, a in enumerate(amax)]
+                s = np.array([row[0] for row in rows], F32).reshape(-1, 1)
+                scale = np.concatenate([empty, *(row[1] for row in rows)])
             else:
                 s, scale = nvfp4_scales(x, amax, p.block, p.flags)
             block = decode(scale, E4M3)

@@ -83,12 +83,10 @@ class OperandCast:
             fields.append((torch.float32, 1))
         return fields
 
-    def _of_rows(self, codes: Tensor, scale: Tensor, amax: Tensor) -> list[Tensor]:
-        """The tensors of `row_fields`."""
-        has_scales, has_amaxes = self.spec.has_blocks, self.spec.amax_of == "row"
-        if has_scales and has_amaxes:
-            return [codes, scale, amax]
-        return [codes, scale] if has_scales or has_amaxes else [codes]
+    @property
+    def _own_tensors(self) -> int:
+        """How many of codes, scale and amax rows have of their own: the tensors of `row_fields`."""
+        return 1 + self.spec.has_blocks + (self.spec.amax_of == "row")
 
     def quantize(
         self, x: Tensor, plan: ExchangePlan, codes: Operand | None = None
@@ -113,8 +111,8 @@ class OperandCast:
         if self.spec.casts_rows_alone:
             if codes is None or not codes.has_codes:
                 codes = Operand(*ops.quantize(x, self.spec.text, "")[:4])
-            of_rows = self._of_rows(codes.codes, codes.scale, codes.amax)
-            return of_rows, [none, none], plan.order.slots
+            of_tokens = [codes.codes, codes.scale, codes.amax][: self._own_tensors]
+            return of_tokens, [none, none], plan.order.slots
         spec, call, tokens = self.spec, self.call, plan.order.tokens
         table = ops.group_table(plan.order.offs, plan.pair_ids.shape[0])
         active = current = None
@@ -132,8 +130,9 @@ class OperandCast:
             rows_from=tokens,
         )
         amaxes = none if current is None else current[self._own]
-        of_experts = none if spec.has_blocks or spec.amax_of == "row" else scale[self._own]
-        return self._of_rows(rows, scale, amax), [of_experts, amaxes], 0
+        count = self._own_tensors
+        of_experts = none if count > 1 else scale[self._own]
+        return [rows, scale, amax][:count], [of_experts, amaxes], 0
 
     @property
     def _own(self) -> slice:
@@ -179,5 +178,4 @@ class OperandCast:
             factors: scale and amax of this rank's experts, from `quantize`.
         """
         scale, amax = factors
-        of_rows = list(fields)
-        return [*of_rows, *(scale, amax)[len(of_rows) - 1 :]]
+        return [*fields, *(scale, amax)[len(fields) - 1 :]]
