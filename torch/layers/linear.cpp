@@ -118,7 +118,7 @@ class LinearState : public LayerState {
   // Computes one layer's gradients. x: for wgrad; prepared in place where a group shares x.
   LayerGradients layer_backward(std::size_t i, const Tensor& grad, ProductInput& x,
                                 const variable_list& saved) const {
-    const LayersState& layers = layers_;
+    const SavedLayers& layers = layers_;
     const PreparedRecipe& prepared = recipe();
     const Recipe& of = prepared.recipe;
     const Tensor g = as_matrix("linear", "gradient", grad);
@@ -148,7 +148,7 @@ class LinearState : public LayerState {
     return out;
   }
 
-  LayersState layers_;
+  SavedLayers layers_;
   std::vector<SymInt> x_shape_;
   Needs needs_;
   std::optional<Sharding> sharding_;

@@ -52,7 +52,7 @@ struct MlpState : LayerState {
   std::vector<Tensor> gradients(const std::vector<Tensor>& saved,
                                 const std::vector<Tensor>& grads) const override;
 
-  LayersState inputs, output;
+  SavedLayers inputs, output;
   std::string activation;
   std::vector<SymInt> x_shape;
   MlpNeeds needs;

@@ -123,12 +123,11 @@ Tensor as_output(Tensor y, const Tensor& x, const Sharding* sharding) {
   return y.view_symint(shape);
 }
 
-LayersState::LayersState(const Layers& layers, const PreparedRecipe& of_recipe,
+SavedLayers::SavedLayers(const Layers& layers, const PreparedRecipe& of_recipe,
                          at::ScalarType dtype)
     : recipe(of_recipe),
       streams(layers.streams),
       x_dtype(dtype),
-      recomputes_weights(layers.recomputes_weights),
       accumulation(layers.sums.accumulation),
       main_grads(layers.sums.main_grads.vec()),
       bias_index(layers.bias_index),
@@ -144,7 +143,7 @@ LayersState::LayersState(const Layers& layers, const PreparedRecipe& of_recipe,
   for (const Tensor& b : layers.biases) bias_dtypes.push_back(b.scalar_type());
 }
 
-ModuleState LayersState::state_of(std::size_t i, const Sharding* sharding) const {
+ModuleState SavedLayers::state_of(std::size_t i, const Sharding* sharding) const {
   return {.rng = rng.empty() ? Tensor() : rng[i],
           .stream = streams.empty() ? 0 : streams[i],
           .history = histories.empty() ? Tensor() : histories[i],
@@ -153,12 +152,12 @@ ModuleState LayersState::state_of(std::size_t i, const Sharding* sharding) const
           .features = features[i]};
 }
 
-ProductInput saved_input(const LayersState& layers, const std::vector<Tensor>& saved, std::size_t i,
+ProductInput saved_input(const SavedLayers& layers, const std::vector<Tensor>& saved, std::size_t i,
                          Place place) {
   return cast_input(layers.recipe.specs[place], saved[i], saved[i + 1], saved[i + 2]);
 }
 
-ProductInput saved_weight(const LayersState& layers, const std::vector<Tensor>& saved,
+ProductInput saved_weight(const SavedLayers& layers, const std::vector<Tensor>& saved,
                           std::size_t i, const Sharding* sharding) {
   // A weight that is saved itself is a matrix of values; codes are bytes.
   const Tensor& first = saved[3 * (i + 1)];
@@ -174,7 +173,7 @@ ProductInput saved_weight(const LayersState& layers, const std::vector<Tensor>& 
   return product_input(layers.recipe, w, col);
 }
 
-Tensor input_gradient(const LayersState& layers, const QuantizedOperand& g, const Needed& row,
+Tensor input_gradient(const SavedLayers& layers, const QuantizedOperand& g, const Needed& row,
                       const ProductInput& weight, const SymInt& n, at::ScalarType dtype,
                       const at::Device& device) {
   const PreparedRecipe& prepared = layers.recipe;
@@ -182,7 +181,7 @@ Tensor input_gradient(const LayersState& layers, const QuantizedOperand& g, cons
   return scaled_mm(dgrad, product_input(prepared, g, row), weight, n, std::nullopt, dtype);
 }
 
-Tensor weight_gradient(const LayersState& layers, std::size_t i, const QuantizedOperand& g,
+Tensor weight_gradient(const SavedLayers& layers, std::size_t i, const QuantizedOperand& g,
                        const Needed& col, const ProductInput& x, const SymInt& m,
                        const at::Device& device, std::size_t edge) {
   const PreparedRecipe& prepared = layers.recipe;
@@ -203,7 +202,7 @@ Tensor weight_gradient(const LayersState& layers, std::size_t i, const Quantized
                   layers.weight_dtypes[i]);
 }
 
-Tensor bias_gradient(const LayersState& layers, int bias, const Tensor& g) {
+Tensor bias_gradient(const SavedLayers& layers, int bias, const Tensor& g) {
   return to_dtype(g.sum(0, false, at::kFloat), layers.bias_dtypes[static_cast<std::size_t>(bias)]);
 }
 

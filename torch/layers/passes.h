@@ -48,13 +48,12 @@ std::vector<Tensor> multiply_weights(const ForwardPass& pass, const ProductInput
 Tensor as_output(Tensor y, const Tensor& x, const Sharding* sharding);
 
 // What backward reads of layers besides the saved tensors.
-struct LayersState {
-  LayersState(const Layers& layers, const PreparedRecipe& recipe, at::ScalarType x_dtype);
+struct SavedLayers {
+  SavedLayers(const Layers& layers, const PreparedRecipe& recipe, at::ScalarType x_dtype);
 
   const PreparedRecipe& recipe;
   std::vector<std::int64_t> streams;
   at::ScalarType x_dtype;
-  bool recomputes_weights;
   Accumulation accumulation;
   std::vector<Tensor> main_grads;  // one a weight, or none
   // Dtypes of dW as the product writes it: the weight's after autocast. A weight that is no tensor
@@ -69,24 +68,24 @@ struct LayersState {
 };
 
 // Returns an operand of backward from its three saved tensors, of which the first is at `i`.
-ProductInput saved_input(const LayersState& layers, const std::vector<Tensor>& saved, std::size_t i,
+ProductInput saved_input(const SavedLayers& layers, const std::vector<Tensor>& saved, std::size_t i,
                          Place place);
 // Returns weight `i` as dgrad reads it, quantized again where the layers recompute it.
 //   saved: three tensors of x, then three of each weight; sharding: of the weight, or null
-ProductInput saved_weight(const LayersState& layers, const std::vector<Tensor>& saved,
+ProductInput saved_weight(const SavedLayers& layers, const std::vector<Tensor>& saved,
                           std::size_t i, const Sharding* sharding = nullptr);
 
 // Returns g · W, (M, K).   g: cast as dgrad reads it; n: the features of g
-Tensor input_gradient(const LayersState& layers, const QuantizedOperand& g, const Needed& row,
+Tensor input_gradient(const SavedLayers& layers, const QuantizedOperand& g, const Needed& row,
                       const ProductInput& weight, const SymInt& n, at::ScalarType dtype,
                       const at::Device& device);
 // Returns gᵀ · x, (N, K), in weight i's dtype, or fp32 where gradients are accumulated. Adds it to
 // the weight's sum instead, where there is one, and returns what autograd receives.
 //   m: the tokens; edge: of the weight, among the inputs of the running backward node
-Tensor weight_gradient(const LayersState& layers, std::size_t i, const QuantizedOperand& g,
+Tensor weight_gradient(const SavedLayers& layers, std::size_t i, const QuantizedOperand& g,
                        const Needed& col, const ProductInput& x, const SymInt& m,
                        const at::Device& device, std::size_t edge);
 // Returns the sum of g over the tokens, in the dtype of bias `bias`.
-Tensor bias_gradient(const LayersState& layers, int bias, const Tensor& g);
+Tensor bias_gradient(const SavedLayers& layers, int bias, const Tensor& g);
 
 }  // namespace minifloat::torch_ops
