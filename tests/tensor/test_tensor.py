@@ -298,6 +298,27 @@ def test_autocast_and_inference_read_the_codes():
         assert torch.equal(mf.linear(x, p, None, recipe), mf.linear(x, w, None, recipe))
 
 
+def test_delayed_scaling_reads_the_codes_and_raises_the_history_to_their_amax():
+    """The codes' scale and amax are those of their cast, not of the layer's history."""
+    w, x, spec = values(), torch.randn(7, COLS), "e4m3/tensor+delayed"
+    given = torch.tensor(2.0)  # less than the amax of w
+    row, col = (mf.tensor.quantize(w, spec, amax=given, columnwise=c) for c in (False, True))
+    codes = mf.QuantizedTensor(row, col, torch.float32)
+    history = torch.zeros(6, 4)
+    history[:, 0] = 3
+    y = ops.linear(x.requires_grad_(), codes, None, "fp8_delayed", amax_history=history)
+    assert torch.equal(history[[1, 3], 1], w.abs().max().expand(2))
+    y.sum().backward()  # reads the history, of which forward wrote no version
+    q = mf.tensor.quantize(x.detach(), spec, amax=torch.tensor(3.0))
+    assert torch.equal(y, mf.tensor.scaled_mm(q, row, out_dtype=torch.float32))
+    got = ops.quantize_delayed(codes, spec, "", history, 1, 3)
+    assert torch.equal(got[0], row.codes)
+    assert got[2].numel() == 0
+    mxfp8 = mf.QuantizedTensor.from_tensor(w, "mxfp8")
+    with pytest.raises(ValueError, match="asked for rowwise"):
+        ops.linear(x, mxfp8, None, "fp8_delayed", amax_history=history)
+
+
 @pytest.mark.parametrize("requires_grad", [False, True])
 def test_a_parameter_is_made_again_by_its_class(requires_grad):
     p = nn.Parameter(mf.QuantizedTensor.from_tensor(values(), "mxfp8", "nvfp4/16x16"))

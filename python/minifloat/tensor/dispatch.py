@@ -83,6 +83,32 @@ def quantize(func: Op, x: Tensor, row: str, col: str, **options: object) -> tupl
     return (*operand(row, "row"), *operand(col, "col"))
 
 
+@handles(ops.quantize_delayed.default)
+def quantize_delayed(
+    func: Op,
+    x: Tensor,
+    row: str,
+    col: str,
+    amax_history: Tensor,
+    history_row: int,
+    history_col: int,
+    **options: object,
+) -> tuple[Tensor, ...]:
+    """Returns the codes of a QuantizedTensor, and raises the history to the amaxes that they have.
+
+    The amaxes of delayed directions are not returned, as of a cast of values.
+    """
+    if not isinstance(x, QuantizedTensor):
+        return NotImplemented
+    tensors = list(quantize(func, x, row, col, **options))
+    for spec, place, index in ((row, history_row, 2), (col, history_col, 6)):
+        if spec and Spec.parse(spec).is_delayed:
+            current = amax_history[place, ..., 1]
+            torch.maximum(current, tensors[index], out=current)
+            tensors[index] = tensors[index].new_empty(0)
+    return tuple(tensors)
+
+
 @handles(ops.linear.default, ops.linear_group.default, ops.mlp.default)
 def layer(func: Op, *args: object, **kwargs: object) -> object:
     """Decomposes a composite op, which inference mode dispatches as a whole."""
