@@ -31,7 +31,8 @@ class Casts(TorchDispatchMode):
         self.count = Counter()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.minifloat.quantize.default:
+        ops = torch.ops.minifloat
+        if func in (ops.quantize.default, ops.quantize_delayed.default):
             self.count[tuple(args[0].shape)] += 1
         return func(*args, **(kwargs or {}))
 

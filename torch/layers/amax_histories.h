@@ -1,5 +1,6 @@
-// Current amaxes that a layer raises in its history (ops/history.h) after its casts: those that no
-// cast raises itself.
+// Raises histories (ops/history.h) to current amaxes that the kernel of a cast does not raise:
+// those that several layers share, of ranks, of values that a kernel computes, and of a caller's
+// codes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,14 +12,14 @@ namespace minifloat::torch_ops {
 using at::Tensor;
 
 // A current amax, for one row of a history or for two rows that share the amax.
-struct PendingAmax {
+struct CurrentAmax {
   Tensor history;
   int first, last;
   Tensor amax;
 };
-// The amaxes of a forward pass, written at its end, where nothing can fail any more.
-using PendingAmaxes = std::vector<PendingAmax>;
-// Raises the current amaxes of the histories to the pending ones.
-void record(const PendingAmaxes& pending);
+using CurrentAmaxes = std::vector<CurrentAmax>;
+
+// Raises the histories, in one launch where their memory is real.
+void raise(const CurrentAmaxes& found);
 
 }  // namespace minifloat::torch_ops

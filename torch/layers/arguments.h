@@ -15,6 +15,8 @@
 
 namespace minifloat::torch_ops {
 
+inline constexpr const char* kGroupedMm = "scaled_grouped_mm";  // the op, for errors
+
 // Operands that were quantized before the call, as layer_operands returns them: eight tensors of x,
 // and eight of each weight. Empty: none.
 struct Prequantized {
@@ -35,6 +37,14 @@ struct Shards {
   c10::intrusive_ptr<GatheredInput> gathered = {};
 };
 
+// The rows of x and g of experts, which lie in groups, one for each matrix of W (E, N, K).
+struct RowGroups {
+  Tensor table;
+  std::optional<Tensor> row_ids = {};  // which random bits each row draws; none: its position
+  std::int64_t first_expert = 0;
+  bool zeroes_tail = true;  // rows of y and dx past the last group are zero; else not written
+};
+
 // The layers of a call. All tensors are defined, as the autograd function requires. rng and
 // histories are empty, or have one tensor for each weight.
 struct Layers {
@@ -47,24 +57,24 @@ struct Layers {
   Prequantized prequantized;
   Shards shards;
   WeightSums sums = {};
+  // Of experts, whose one weight is B (E, K, N), the transpose of W, and whose bias is (E, N).
+  // None: weights are W (N, K).
+  std::optional<RowGroups> groups = {};
 
+  const char* op() const { return groups ? kGroupedMm : "linear"; }  // for errors
   std::optional<Tensor> bias_of(std::size_t i) const {
     return bias_index[i] < 0 ? std::nullopt : std::optional(biases[bias_index[i]]);
   }
   // Returns the eight tensors of a weight that the caller passed, or none.
   at::TensorList operands_of_weight(std::size_t i) const {
-    return prequantized.weight.empty() ? at::TensorList() : prequantized.weight.slice(8 * i, 8);
-  }
-  ModuleState state_of(std::size_t i) const {
-    return {.rng = rng.empty() ? Tensor() : rng[i],
-            .stream = streams.empty() ? 0 : streams[i],
-            .history = histories.empty() ? Tensor() : histories[i],
-            .pending = nullptr,
-            .sharding = shards.sharding,
-            .features = features_of(i)};
+    // Those of experts are of one weight; prequantized_both counts them.
+    return groups || prequantized.weight.empty() ? prequantized.weight
+                                                 : prequantized.weight.slice(8 * i, 8);
   }
   std::array<SymInt, 2> features_of(std::size_t i) const {
-    return {weights[i].sym_size(0), weights[i].sym_size(1)};
+    const Tensor& w = weights[i];
+    if (groups) return {w.sym_size(2), w.sym_size(1)};
+    return {w.sym_size(0), w.sym_size(1)};
   }
 };
 
@@ -74,6 +84,7 @@ struct Needs {
   bool any_dw = false;
   std::vector<bool> dw, db;
 
+  Needs() = default;
   Needs(const Tensor& x, const Layers& layers);
   Needs(bool dx, const Layers& layers);
   bool any() const;

@@ -10,11 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "layers/operands.h"
+#include "layers/arguments.h"
 
 namespace minifloat::torch_ops {
-
-inline constexpr const char* kGroupedMm = "scaled_grouped_mm";  // the op, for errors
 
 // The arguments of a call. All tensors of lists are defined, as the autograd function requires.
 struct GroupedCall {

@@ -31,38 +31,22 @@ namespace {
 using namespace torch_ops;
 using variable_list = std::vector<Tensor>;
 
-// Results of a forward pass that the backward pass reads. saved: x as wgrad reads it, then each
-// weight as dgrad reads it, three tensors each
-struct ForBackward {
-  variable_list saved;
-  bool records_amaxes = false;  // whether backward writes forward's amaxes
-  PendingAmaxes amaxes = {};
-};
-
-// Runs the forward pass. backward: null where no gradient is needed
+// Runs the forward pass.
+//   saved: what LinearState::gradients reads; null where no gradient is needed
+//   left: takes current amaxes instead of the histories, or null
 std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
                                  const PreparedRecipe& prepared, const Needs& needs,
-                                 ForBackward* backward) {
-  const Sharding* sharding = layers.shards.sharding;
-  PendingAmaxes pending;
+                                 variable_list* saved, CurrentAmaxes* left) {
   const ForwardPass pass = {.prepared = prepared,
                             .layers = layers,
                             .needs = needs,
                             .dtype = x.scalar_type(),
+                            .out_dtype = x.scalar_type(),
                             .k = x.sym_size(-1),
-                            .amaxes = pending,
-                            .saved = backward ? &backward->saved : nullptr};
-  const Needed row{kFpropX, true, !sharding && pass.fprop().reads_values()},
-      col{kWgradX, needs.any_dw};
-  const auto [rowwise, columnwise] = input_operands(pass, "linear", x, row, col);
-  pass.save(columnwise, kWgradX);
-  std::vector<Tensor> outputs =
-      multiply_weights(pass, forward_input(pass, rowwise, row, !layers.prequantized.x.empty()));
-  for (Tensor& y : outputs) y = as_output(std::move(y), x, sharding);
-  if (backward && backward->records_amaxes)
-    backward->amaxes = std::move(pending);
-  else
-    record(pending);
+                            .saved = saved,
+                            .left = left};
+  std::vector<Tensor> outputs = multiply_by_weights(pass, "linear", x);
+  for (Tensor& y : outputs) y = as_output(std::move(y), x, layers.shards.sharding);
   return outputs;
 }
 
@@ -70,22 +54,21 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
 class LinearState : public LayerState {
  public:
   LinearState(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe,
-              const Needs& needs, PendingAmaxes amaxes)
+              const Needs& needs, CurrentAmaxes left)
       : LayerState("linear", recipe),
         layers_(layers, recipe, x.scalar_type()),
         x_shape_(x.sym_sizes().vec()),
         needs_(needs),
         gathered_(layers.shards.gathered),
-        amaxes_(std::move(amaxes)) {
+        left_(std::move(left)) {
     add_rng(layers.rng);
     add_histories(layers.histories);
-    if (layers.shards.sharding) sharding_ = *layers.shards.sharding;
   }
 
   // Returns the gradients of x, weights and biases.
   variable_list gradients(const variable_list& saved, const variable_list& grads) const override {
     const std::size_t n = grads.size();
-    record(amaxes_);
+    raise(left_);
     variable_list out(1 + n + layers_.bias_dtypes.size());
     ProductInput x = saved_input(layers_, saved, 0, kWgradX);
     for (std::size_t i = 0; i < n; ++i) {
@@ -106,8 +89,8 @@ class LinearState : public LayerState {
     const auto or_none = [](const Tensor* tensor) { return tensor ? *tensor : Tensor(); };
     const QuantizedOperand shard{*t.elements, or_none(t.scale), or_none(t.amax), Tensor()};
     const QuantizedOperand whole =
-        gathered_ ? gathered_->get(*sharding_, runs, shard)
-                  : gather_tokens(*sharding_, runs, shard, /*columnwise=*/true);
+        gathered_ ? gathered_->get(*layers_.sharding, runs, shard)
+                  : gather_tokens(*layers_.sharding, runs, shard, /*columnwise=*/true);
     return cast_input(recipe().recipe.wgrad.b, whole.codes, whole.scale, whole.amax);
   }
 
@@ -119,27 +102,25 @@ class LinearState : public LayerState {
   LayerGradients layer_backward(std::size_t i, const Tensor& grad, ProductInput& x,
                                 const variable_list& saved) const {
     const SavedLayers& layers = layers_;
-    const PreparedRecipe& prepared = recipe();
-    const Recipe& of = prepared.recipe;
     const Tensor g = as_matrix("linear", "gradient", grad);
     const SymInt m = g.sym_size(0), n = g.sym_size(1);
-    const PlannedProduct dgrad = plan_product(of.dgrad, prepared.dgrad, g.device()),
-                         wgrad = plan_product(of.wgrad, prepared.wgrad, g.device());
-    const Sharding* sharding = sharding_ ? &*sharding_ : nullptr;
+    const PlannedProduct dgrad = layers.dgrad(g.device()), wgrad = layers.wgrad(g.device());
+    const Sharding* sharding = layers.sharding ? &*layers.sharding : nullptr;
     const Needed row{kDgradG, needs_.dx, !sharding && dgrad.reads_values()};
     const Needed col{kWgradG, needs_.dw[i], !sharding && wgrad.reads_values()};
     LayerGradients out;
-    Directions of_g = quantize_both(prepared, g, row, col, layers.state_of(i, sharding));
+    Directions of_g = quantize_both(recipe(), g, row, col, layers.state_of_rows(i));
     const bool is_cut = sharding && sharding->token_dim;
     const TokenRuns runs = is_cut ? token_runs(*sharding, x_shape_) : TokenRuns{};
     if (row.is_needed)
-      out.x = input_gradient(layers, of_g.first, row, saved_weight(layers, saved, i, sharding), n,
+      out.x = input_gradient(layers, of_g.first, row, saved_weight(layers, saved, i), n,
                              g.scalar_type(), g.device());
     of_g.first = {};  // its memory may serve wgrad
     if (row.is_needed && is_cut) out.x = scatter_sum(*sharding, runs, out.x);
     if (col.is_needed) {
       if (is_cut) x = gathered_input(runs, x);
-      if (layers.product_dtypes.size() > 1) x = prepare_input(wgrad, of.wgrad.b, std::move(x), m);
+      if (layers.product_dtypes.size() > 1)
+        x = prepare_input(wgrad, recipe().recipe.wgrad.b, std::move(x), m);
       out.weight = weight_gradient(layers, i, of_g.second, col, x, m, g.device(), 1 + i);
     }
     const int bias = layers.bias_index[i];
@@ -151,9 +132,8 @@ class LinearState : public LayerState {
   SavedLayers layers_;
   std::vector<SymInt> x_shape_;
   Needs needs_;
-  std::optional<Sharding> sharding_;
   c10::intrusive_ptr<GatheredInput> gathered_;
-  PendingAmaxes amaxes_;
+  CurrentAmaxes left_;  // of the forward pass
 };
 
 std::vector<Tensor> linear_group_kernel(const LayerCall& call) {
@@ -167,15 +147,18 @@ std::vector<Tensor> linear_group_kernel(const LayerCall& call) {
   const std::vector<Tensor> codes = cached_codes(call);
   if (!codes.empty()) layers.prequantized.weight = codes;
   const Needs needs(x, layers);
-  if (!needs.any()) return forward_pass(x, layers, prepared, needs, nullptr);
+  if (!needs.any()) return forward_pass(x, layers, prepared, needs, nullptr, nullptr);
   const auto forward = [&]() -> ForwardResult {
-    // A trace with DTensor inputs accepts writes to a tensor from one pass alone (torch 2.11).
+    // A trace with DTensor inputs accepts writes to a tensor from one pass alone (torch 2.11), so
+    // backward raises the histories to the amaxes that forward finds.
     const bool is_traced = layers.shards.sharding && !layers.histories.empty() &&
                            !can_skip_dispatcher({&layers.histories[0]});
-    ForBackward found{.saved = {}, .records_amaxes = is_traced};
-    variable_list outputs = forward_pass(x, layers, prepared, needs, &found);
-    return {std::move(outputs), std::move(found.saved),
-            c10::make_intrusive<LinearState>(x, layers, prepared, needs, std::move(found.amaxes))};
+    variable_list saved;
+    CurrentAmaxes left;
+    variable_list outputs =
+        forward_pass(x, layers, prepared, needs, &saved, is_traced ? &left : nullptr);
+    return {std::move(outputs), std::move(saved),
+            c10::make_intrusive<LinearState>(x, layers, prepared, needs, std::move(left))};
   };
   return differentiate(joined({x, layers.weights, layers.biases}), forward);
 }

@@ -37,38 +37,30 @@ struct Mlp {
 // Runs the forward pass. saved: what MlpState::gradients reads; null where no gradient is needed
 Tensor forward_pass(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepared,
                     const MlpNeeds& needs, variable_list* saved) {
-  PendingAmaxes pending;
   const auto pass_of = [&](const Layers& layers, const Needs& needed, SymInt k) -> ForwardPass {
     return {.prepared = prepared,
             .layers = layers,
             .needs = needed,
             .dtype = x.scalar_type(),
+            .out_dtype = x.scalar_type(),
             .k = std::move(k),
-            .amaxes = pending,
             .saved = saved};
   };
-  const ForwardPass inputs = pass_of(mlp.inputs, needs.inputs, x.sym_size(-1));
-  const Needed row{kFpropX, true, inputs.fprop().reads_values()}, col{kWgradX, needs.inputs.any_dw};
-  const Directions of_x = input_operands(inputs, kMlp, x, row, col);
-  inputs.save(of_x.second, kWgradX);
-  std::vector<Tensor> products = multiply_weights(
-      inputs, forward_input(inputs, of_x.first, row, !mlp.inputs.prequantized.x.empty()));
+  const std::vector<Tensor> products =
+      multiply_by_weights(pass_of(mlp.inputs, needs.inputs, x.sym_size(-1)), kMlp, x);
   const Gates gates = {products[0], mlp.is_gated() ? std::optional(products[1]) : std::nullopt};
 
   const ForwardPass output = pass_of(mlp.output, needs.output, mlp.output.weights[0].sym_size(1));
   const bool needs_h = needs.output.any_dw;
-  const Needed h_col{kWgradX, needs_h && saves_h(prepared)};
-  ModuleState state_of_h = output.state_of(0);
-  state_of_h.returns_amaxes = true;
-  const Directions h = quantize_h(prepared, gates, mlp.activation, row, h_col, state_of_h);
-  if (needs_h && !h_col.is_needed)
-    record_amaxes(prepared, row, {kWgradX}, state_of_h, {h.first, h.first}, false);
-  QuantizedOperand saved_h = h.second;
-  if (saved && needs_h && has_amax_of_h(prepared)) saved_h.amax = h.first.amax.clone();
-  output.save(saved_h, kWgradX);
-  Tensor y = multiply_weights(output, forward_input(output, h.first, row, false)).front();
+  const Needed row{kFpropX, true, output.fprop().reads_values()},
+      col{kWgradX, needs_h && saves_h(prepared)};
+  ModuleState state = output.state_of_rows(0);
+  state.returns_amaxes = true;
+  state.casts_other_later = needs_h && !col.is_needed;
+  const Directions h = quantize_h(prepared, gates, mlp.activation, row, col, state);
+  output.save(h.second, kWgradX);
+  Tensor y = multiply_operand(output, h.first, row).front();
   if (saved) saved->insert(saved->end(), {gates.gate, gates.up.value_or(Tensor())});
-  record(pending);
   return as_output(std::move(y), x, nullptr);
 }
 

@@ -38,10 +38,6 @@ Directions quantize_h(const PreparedRecipe& prepared, const Gates& gates,
 // transform, which forward is to write.
 bool saves_h(const PreparedRecipe& prepared);
 
-// Returns whether backward's cast of h, columnwise, scales by the amax that forward's rowwise cast
-// found. Forward saves a copy: the amax itself shares its memory with the codes.
-bool has_amax_of_h(const PreparedRecipe& prepared);
-
 // Values that backward reads besides the saved tensors: x columnwise and the first weights, h
 // columnwise and the last weight, three tensors an operand; then gate and up.
 struct MlpState : LayerState {

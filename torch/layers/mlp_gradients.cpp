@@ -38,10 +38,8 @@ class Backward {
     gates_.gate = saved[inputs_.size() + 6];
     const Tensor& up = saved[inputs_.size() + 7];
     if (up.defined()) gates_.up = up;
-    const PlannedProduct dgrad = plan_product(prepared_.recipe.dgrad, prepared_.dgrad, device_),
-                         wgrad = plan_product(prepared_.recipe.wgrad, prepared_.wgrad, device_);
-    row_decoded_ = dgrad.reads_values();
-    col_decoded_ = wgrad.reads_values();
+    row_decoded_ = state.inputs.dgrad(device_).reads_values();
+    col_decoded_ = state.inputs.wgrad(device_).reads_values();
   }
 
   // Each operand is freed with the product that reads it.
@@ -51,7 +49,7 @@ class Backward {
     std::vector<Tensor> out(1 + n + 1 + biases + r_.output.bias_dtypes.size());
     const bool needs_dh = r_.needs.output.dx, needs_dw = r_.needs.output.any_dw;
     const Needed row{kDgradG, needs_dh, row_decoded_}, col{kWgradG, needs_dw, col_decoded_};
-    Directions dy = quantize_both(prepared_, dy_, row, col, r_.output.state_of(0));
+    Directions dy = quantize_both(prepared_, dy_, row, col, r_.output.state_of_rows(0));
     Tensor dh;
     if (needs_dh)
       dh = input_gradient(r_.output, dy.first, row, saved_weight(r_.output, output_, 0),
@@ -94,8 +92,9 @@ class Backward {
     }
     g.operands.first = {};
     if (r_.needs.inputs.dw[i]) {
-      const PlannedProduct wgrad = plan_product(prepared_.recipe.wgrad, prepared_.wgrad, device_);
-      if (n > 1) x = prepare_input(wgrad, prepared_.recipe.wgrad.b, std::move(x), tokens_);
+      if (n > 1)
+        x = prepare_input(r_.inputs.wgrad(device_), prepared_.recipe.wgrad.b, std::move(x),
+                          tokens_);
       out[1 + i] =
           weight_gradient(r_.inputs, i, g.operands.second, gate_col(), x, tokens_, device_, 1 + i);
     }
@@ -117,19 +116,19 @@ class Backward {
     const bool casts_gates = gate_row().is_needed || gate_col().is_needed;
     if (needs_values || !casts_gates) return from_values(dh);
     const CastPlan of_gate = plan_cast(prepared_, gates_.gate, gate_row(), gate_col(),
-                                       r_.inputs.state_of(0)),
+                                       r_.inputs.state_of_rows(0)),
                    of_up = plan_cast(prepared_, gates_.gate, gate_row(), gate_col(),
-                                     r_.inputs.state_of(gates_.up ? 1 : 0)),
+                                     r_.inputs.state_of_rows(gates_.up ? 1 : 0)),
                    of_h = plan_cast(prepared_, gates_.gate, {kFpropX, false}, h_col(),
-                                    r_.output.state_of(0));
+                                    r_.output.state_of_rows(0));
     QuantizedGradients d = quantize_activation_backward(
         dh, gates_.of(r_.activation),
         {of_gate.row, of_gate.col, of_h.col, of_gate.options, of_up.options, of_h.options});
     GradientsOfGates out = {{{Tensor(), std::move(d.gate)}}, std::move(d.h)};
     if (gates_.up) out.gates.push_back({Tensor(), std::move(d.up)});
     for (std::size_t i = 0; i < out.gates.size(); ++i)
-      record_amaxes(prepared_, gate_row(), gate_col(), r_.inputs.state_of(i), out.gates[i].operands,
-                    false);
+      raise_histories(prepared_, gate_row(), gate_col(), r_.inputs.state_of_rows(i),
+                      out.gates[i].operands, false);
     return out;
   }
 
@@ -148,7 +147,7 @@ class Backward {
   // Writes the values, finds their amaxes and casts h in one pass over dh, gate and up, then casts
   // the values by those amaxes. d_gate is written over dh, which nothing else reads.
   GradientsOfGates from_values_and_amaxes(Tensor dh) const {
-    ModuleState state_of_h = r_.output.state_of(0);
+    ModuleState state_of_h = r_.output.state_of_rows(0);
     if (const Tensor& amax = output_[2]; h_col().is_needed && amax.defined())
       state_of_h.amax = amax;
     const CastPlan of_h = plan_cast(prepared_, gates_.gate, {kFpropX, false}, h_col(), state_of_h);
@@ -158,7 +157,7 @@ class Backward {
     const bool reads_values = has_biases();
     for (std::size_t i = 0; i < r_.inputs.product_dtypes.size(); ++i) {
       const CastPlan plan =
-          plan_cast(prepared_, values[i], gate_row(), gate_col(), r_.inputs.state_of(i));
+          plan_cast(prepared_, values[i], gate_row(), gate_col(), r_.inputs.state_of_rows(i));
       QuantizeOptions options = plan.options;
       const Tensor amax = d.amaxes.select(0, static_cast<std::int64_t>(i));
       if (!plan.row.empty()) options.amax_row = amax;
@@ -181,14 +180,14 @@ class Backward {
     GradientsOfGates out;
     if (h_col().is_needed)
       out.h = quantize_h(prepared_, gates_, r_.activation, {kFpropX, false}, h_col(),
-                         r_.output.state_of(0))
+                         r_.output.state_of_rows(0))
                   .second;
     if (!dh.defined()) return out;
     const auto [d_gate, d_up] = activation_backward(dh, gates_.of(r_.activation));
     const std::array<Tensor, 2> d = {d_gate, d_up};
     for (std::size_t i = 0; i < r_.inputs.product_dtypes.size(); ++i)
-      out.gates.push_back(
-          {d[i], quantize_both(prepared_, d[i], gate_row(), gate_col(), r_.inputs.state_of(i))});
+      out.gates.push_back({d[i], quantize_both(prepared_, d[i], gate_row(), gate_col(),
+                                               r_.inputs.state_of_rows(i))});
     return out;
   }
 
@@ -210,7 +209,9 @@ Directions quantize_h(const PreparedRecipe& prepared, const Gates& gates,
   if (is_bf16(prepared, row) || is_bf16(prepared, col))
     return quantize_both(prepared, torch_ops::activation(gates.of(activation)), row, col, state);
   state.cast = [&](const std::string& r, const std::string& c, const QuantizeOptions& options) {
-    return quantize_activation(gates.of(activation), r, c, options);
+    QuantizeOptions own = options;
+    own.amaxes_of_columns = false;  // which this kernel does not find
+    return quantize_activation(gates.of(activation), r, c, own);
   };
   return quantize_both(prepared, gates.gate, row, col, state);
 }
@@ -218,10 +219,6 @@ Directions quantize_h(const PreparedRecipe& prepared, const Gates& gates,
 bool saves_h(const PreparedRecipe& prepared) {
   const Spec &row = prepared.specs[kFpropX], &col = prepared.specs[kWgradX];
   return col.delayed && (!row.delayed || row.transform > 0 || col.transform > 0);
-}
-
-bool has_amax_of_h(const PreparedRecipe& prepared) {
-  return has_amax_of_values(prepared.specs[kFpropX]) && has_amax_of_values(prepared.specs[kWgradX]);
 }
 
 MlpState::MlpState(const Tensor& x, const Layers& of_inputs, const Layers& of_output,

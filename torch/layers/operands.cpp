@@ -27,18 +27,6 @@ std::int64_t operand_stream(const Spec& spec, Place place) {
   return static_cast<std::int64_t>(product | (kOperands[place].is_second ? 1 : 0));
 }
 
-// Writes the current amax of one place, or of two that share the amax, to the history or to the
-// pending ones. is_cut: whether the amax is a shard's
-void record_amax(const ModuleState& state, Place a, Place b, const Tensor& amax, bool is_cut) {
-  const auto [first, last] = std::minmax(a, b);
-  const PendingAmax found{state.history, first, last,
-                          is_cut ? largest_of_ranks(*state.sharding, amax) : amax};
-  if (state.pending)
-    state.pending->push_back(found);
-  else
-    record({found});
-}
-
 PreparedRecipe prepared_recipe(const std::string& text) {
   const Recipe r = bridge::with_value_errors([&] { return Recipe::parse(text); });
   PreparedRecipe out = {.recipe = r,
@@ -76,13 +64,12 @@ bool is_delayed(const PreparedRecipe& recipe, const Needed& needed) {
   return needed.is_needed && recipe.specs[needed.place].delayed;
 }
 
-// Returns whether the cast raises the history itself: in backward passes and in traces. A forward
-// pass of real tensors that fails leaves the history as it was: its amaxes are pending until then.
-bool casts_raise_history(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
-                         const ModuleState& state) {
+// Returns whether the kernel of a cast raises the history: the amax is that of one layer's whole
+// operand, and nothing else reads it.
+bool kernel_raises_history(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
+                           const ModuleState& state) {
   return (is_delayed(recipe, row) || is_delayed(recipe, col)) && state.history.defined() &&
-         !state.sharding && !state.cast && !state.returns_amaxes &&
-         (!state.pending || !bridge::is_real(state.history));
+         !state.sharding && !state.cast && !state.returns_amaxes && state.other_histories.empty();
 }
 
 // Returns the product that reads an operand.
@@ -126,12 +113,6 @@ bool writes_fp8(const PreparedRecipe& recipe, const Tensor& x, const Needed& nee
   if (!product.engine.reads_fp4_as_fp8) return false;
   const auto shape = product_shape(spec, x, needed.place, *state.features);
   return shape && product.engine.takes(product.product, product.capability, *shape);
-}
-
-// Returns whether one amax of a delayed weight is that of both its directions.
-bool is_recorded_with_row(const PreparedRecipe& recipe) {
-  const Spec &row = recipe.specs[kFpropW], &col = recipe.specs[kDgradW];
-  return row.delayed && col.delayed && row.transform == 0 && col.transform == 0;
 }
 
 constexpr std::int64_t kRandomGroup = 16;  // elements of one call of Philox
@@ -186,19 +167,30 @@ const PreparedRecipe& prepare(const std::string& text) {
   return prepared.emplace(text, prepared_recipe(text)).first->second;
 }
 
-void record_amaxes(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
-                   const ModuleState& state, const Directions& found, bool is_cut) {
-  const auto is_recorded = [&](const Needed& needed) {
-    return is_delayed(recipe, needed) && state.history.defined() && !state.is_recorded;
+void raise_histories(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
+                     const ModuleState& state, const Directions& found, bool is_cut) {
+  if (!state.history.defined() || state.is_raised) return;
+  const Spec &row_spec = recipe.specs[row.place], &col_spec = recipe.specs[col.place];
+  CurrentAmaxes amaxes;
+  const auto add = [&](Place a, Place b, const Tensor& amax) {
+    const auto [first, last] = std::minmax(a, b);
+    const Tensor largest = is_cut ? largest_of_ranks(*state.sharding, amax) : amax;
+    amaxes.push_back({state.history, first, last, largest});
+    for (const Tensor& other : state.other_histories)
+      amaxes.push_back({other, first, last, largest});
   };
-  const bool is_same_amax =
-      recipe.specs[row.place].transform == 0 && recipe.specs[col.place].transform == 0;
-  if (is_recorded(row) && is_recorded(col) && is_same_amax) {
-    record_amax(state, row.place, col.place, found.first.amax, is_cut);
-    return;
+  // One amax is that of both directions, also where backward casts the columnwise one.
+  if (is_delayed(recipe, row) && (is_delayed(recipe, col) || state.casts_other_later) &&
+      has_amax_of_history(row_spec, col_spec)) {
+    add(row.place, col.place, found.first.amax);
+  } else {
+    if (is_delayed(recipe, row)) add(row.place, row.place, found.first.amax);
+    if (is_delayed(recipe, col)) add(col.place, col.place, found.second.amax);
   }
-  if (is_recorded(row)) record_amax(state, row.place, row.place, found.first.amax, is_cut);
-  if (is_recorded(col)) record_amax(state, col.place, col.place, found.second.amax, is_cut);
+  if (state.left)
+    state.left->insert(state.left->end(), amaxes.begin(), amaxes.end());
+  else
+    raise(amaxes);
 }
 
 CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
@@ -232,21 +224,27 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
   options.fp8_row = writes_fp8(recipe, x, row, state);
   options.fp8_col = writes_fp8(recipe, x, col, state);
   if (state.groups.table && options.rng && !row_text.empty()) options.row_ids = state.row_ids;
-  if (cut && (!row_text.empty() || !col_text.empty()))
-    place_shard(recipe, x, row, col, *state.sharding, *cut, options);
+  if (cut && (!row_text.empty() || !col_text.empty() || state.casts_other_later)) {
+    // Ranks exchange the amaxes of both directions at once.
+    const Needed other{col.place, col.is_needed || state.casts_other_later};
+    place_shard(recipe, x, row, other, *state.sharding, *cut, options);
+  }
   return {row_text, col_text, std::move(options)};
 }
 
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
                          const Needed& col, const ModuleState& state) {
   CastPlan plan = plan_cast(recipe, x, row, col, state);
-  const bool raises_history = casts_raise_history(recipe, row, col, state);
-  if (raises_history) {
+  const bool is_raised = kernel_raises_history(recipe, row, col, state);
+  if (is_raised) {
     plan.options.history = HistoryRows{state.history, row.place, col.place};
     if (is_delayed(recipe, row)) plan.options.amax_row.reset();
     if (is_delayed(recipe, col)) plan.options.amax_col.reset();
   }
   const auto cut = cut_of(state, row);
+  Tensor amax_of_ranks;  // of the columnwise operand that backward casts
+  if (cut && state.casts_other_later)
+    amax_of_ranks = std::exchange(plan.options.amax_col, std::nullopt).value_or(Tensor());
   Directions out;
   if (!plan.row.empty() || !plan.col.empty()) {
     if (state.cast)
@@ -259,11 +257,11 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
   const auto is_bf16 = [&](const Needed& w) { return recipe.specs[w.place].is_bf16(); };
   if (row.is_needed && is_bf16(row)) out.first = unquantized(x);
   if (col.is_needed && is_bf16(col)) out.second = unquantized(transposed(x));
-  if (!raises_history) record_amaxes(recipe, row, col, state, out, cut.has_value());
+  if (!is_raised) raise_histories(recipe, row, col, state, out, cut.has_value());
   if (state.casts_other_later && !plan.options.amaxes_of_columns) {
     const QuantizedOperand& cast = row.is_needed ? out.first : out.second;
     (row.is_needed ? out.second : out.first).amax =
-        amax_of_both(recipe, row.place, col.place, cast.amax);
+        cut ? amax_of_ranks : amax_of_both(recipe, row.place, col.place, cast.amax);
   }
   return out;
 }
@@ -272,32 +270,6 @@ Tensor amax_of_both(const PreparedRecipe& recipe, Place row, Place col, const Te
   const bool is_shared =
       has_amax_of_values(recipe.specs[row]) && has_amax_of_values(recipe.specs[col]);
   return is_shared && amax.defined() ? amax.clone() : Tensor();
-}
-
-Directions quantize_rowwise_first(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,
-                                  const Needed& col, ModuleState state) {
-  if (!state.sharding) {
-    state.casts_other_later = true;
-    return quantize_both(recipe, w, row, {col.place, false}, state);
-  }
-  auto [row_text, col_text, options] = plan_cast(recipe, w, row, col, state);
-  Directions out;
-  if (!is_delayed(recipe, col)) out.second.amax = options.amax_col.value_or(Tensor());
-  options.amax_col.reset();
-  if (row_text.empty())
-    out.first = unquantized(w);
-  else
-    out.first = quantize(w, row_text, "", options).first;
-  record_amaxes(recipe, row, {col.place, is_recorded_with_row(recipe)}, state, out, true);
-  return out;
-}
-
-QuantizedOperand quantize_columnwise_later(const PreparedRecipe& recipe, const Tensor& w,
-                                           const Needed& col, const Tensor& amax,
-                                           ModuleState state) {
-  if (amax.defined()) state.amax = amax;
-  state.is_recorded = state.sharding && is_recorded_with_row(recipe);
-  return quantize_both(recipe, w, {kFpropW, false}, col, state).second;
 }
 
 Directions prequantized_both(const PreparedRecipe& recipe, const char* op, const char* name,
@@ -321,6 +293,7 @@ Directions prequantized_both(const PreparedRecipe& recipe, const char* op, const
     TORCH_CHECK_VALUE(!spec.delayed || tensors[first + 2].numel() == parts, op, ": expected ", name,
                       " with the amax of ", spec.str(), ", which the history takes, got ",
                       tensors[first + 2].numel(), " elements");
+    if (spec.delayed) bridge::check_memory_if_real(op, name, tensors[first + 2]);
     // Undefined, as a cast's, where the spec has none: a recomputed forward saves the same tensors.
     const Tensor amax = tensors[first + 2].numel() > 0 ? tensors[first + 2] : Tensor();
     return {tensors[first], tensors[first + 1], amax, tensors[first + 3]};
@@ -331,18 +304,13 @@ Directions prequantized_both(const PreparedRecipe& recipe, const char* op, const
 ProductInput product_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
                            const Needed& needed) {
   const Spec& spec = recipe.specs[needed.place];
+  if (needed.given && !needed.decoded)
+    return input_of(spec, operand.codes, operand.scale, operand.amax);
   if (needed.decoded && !spec.is_bf16())
     return Decoded{operand.decoded, operand.scale, operand.amax};
   if (!spec.is_bf16() && operand.codes.scalar_type() == at::kFloat8_e4m3fn)
     return Fp4AsFp8{operand.codes, operand.scale, operand.amax};
   return cast_input(spec, operand.codes, operand.scale, operand.amax);
-}
-
-ProductInput prequantized_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
-                                const Needed& needed) {
-  const Spec& spec = recipe.specs[needed.place];
-  if (needed.decoded) return product_input(recipe, operand, needed);
-  return input_of(spec, operand.codes, operand.scale, operand.amax);
 }
 
 void check_history(const char* op, const Tensor& history, const Tensor& x,

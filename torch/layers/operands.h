@@ -51,24 +51,26 @@ struct Needed {
   Place place;
   bool is_needed = true;
   bool decoded = false;  // as values, for an exact product that follows and alone reads it
+  bool given = false;    // whether the caller cast it: its codes have the form of layer_operands
   // Whether x is cast in backward, right before wgrad, instead of being saved by forward.
   bool recomputed = false;
 };
 
 // The state of one module that its operands depend on besides their values.
 struct ModuleState {
-  Tensor rng;                          // undefined: nothing is stochastic
-  std::int64_t stream = 0;             // of the module, besides a stream in rng
-  Tensor history;                      // undefined: nothing is delayed
-  PendingAmaxes* pending = nullptr;    // null: amaxes that no cast raises are recorded at once
-  bool returns_amaxes = false;         // as outputs of the cast as well, under delayed scaling too
-  const Sharding* sharding = nullptr;  // null: this process has the whole weight
+  Tensor rng;                           // undefined: nothing is stochastic
+  std::int64_t stream = 0;              // of the module, besides a stream in rng
+  Tensor history;                       // undefined: nothing is delayed
+  at::TensorList other_histories = {};  // that one cast raises too: of other layers that read x
+  CurrentAmaxes* left = nullptr;        // takes the amaxes instead of the histories; see linear.cpp
+  bool returns_amaxes = false;          // as outputs of the cast as well, under delayed scaling too
+  const Sharding* sharding = nullptr;   // null: this process has the whole weight
   // The amax of the columnwise operand under a scale that is not delayed; none: it is computed.
   std::optional<Tensor> amax = {};
   std::optional<Tensor> amax_of_rowwise = {};  // of the rowwise operand, in the same way
-  bool is_recorded = false;  // whether the history has the amaxes of delayed operands already
+  bool is_raised = false;  // whether the history has the amaxes of delayed operands already
   // Whether the other direction is cast in backward. Its operand then has the amax that this later
-  // cast takes, where one read finds both, and nothing else.
+  // cast takes, where one read or one exchange among ranks finds both, and nothing else.
   bool casts_other_later = false;
   // Of experts: the groups of x and g, whose unit is that of wgrad's columns, and the numbers of
   // their rows and of the first group or matrix.
@@ -83,9 +85,10 @@ struct ModuleState {
       cast = {};
 };
 
-// Writes the current amaxes of delayed operands to the history. is_cut: whether of a shard
-void record_amaxes(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
-                   const ModuleState& state, const Directions& found, bool is_cut);
+// Raises the histories to the current amaxes of delayed operands that a cast returned, or a caller
+// gave. is_cut: whether of a shard
+void raise_histories(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
+                     const ModuleState& state, const Directions& found, bool is_cut);
 
 // The specs of a cast of both directions, "" for one that is not cast, and its options. The recipe
 // must outlive it. FP4 is written as FP8 where one product alone reads the operand, right after the
@@ -99,7 +102,8 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
 
 // Quantizes both directions of x (rows, cols) by one cast, as plan_cast plans. bf16 directions
 // are x itself and its transposed view. A shard's bytes are the whole's at that place: the cast
-// takes the shard's origin and the amaxes of all ranks.
+// takes the shard's origin and the amaxes of all ranks. The current amaxes of delayed operands are
+// in the histories when it returns.
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
                          const Needed& col, const ModuleState& state);
 
@@ -119,17 +123,11 @@ inline bool finds_amaxes_of_columns(const Spec& row, const Spec& col) {
   return row.has_row_amax() && col.has_row_amax() && row.transform == 0 && col.transform == 0;
 }
 
-// Quantizes a weight rowwise, in a forward pass after which backward quantizes it columnwise by
-// quantize_columnwise_later (ModuleState::casts_other_later). Ranks exchange amaxes in the forward
-// pass alone.
-Directions quantize_rowwise_first(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,
-                                  const Needed& col, ModuleState state);
-
-// Quantizes a weight columnwise in backward, where quantize_rowwise_first has cast it rowwise.
-// amax: that operation's; undefined: the cast finds it
-QuantizedOperand quantize_columnwise_later(const PreparedRecipe& recipe, const Tensor& w,
-                                           const Needed& col, const Tensor& amax,
-                                           ModuleState state);
+// Returns whether the amax of a delayed operand that is cast rowwise is also that of the columnwise
+// one, for the history.
+inline bool has_amax_of_history(const Spec& row, const Spec& col) {
+  return row.delayed && col.delayed && row.transform == 0 && col.transform == 0;
+}
 
 // Returns both directions of x from a caller's tensors, as the op layer_operands returns them.
 // x: a matrix, or one for each expert.   rows: of x as products read x.   parts: the number of its
@@ -157,15 +155,10 @@ std::int64_t shard_multiple(const Spec& spec, bool columnwise, int dim);
 // Requires tokens of x whose codes can be gathered.
 void check_tokens(const PreparedRecipe& recipe, const Sharding& sharding, const Tensor& x);
 
-// Returns the input of a product from a direction of quantize_both: the decoded values where the
-// product needs them, else the codes.
+// Returns the input of a product from a direction of quantize_both or prequantized_both: the
+// decoded values where the product needs them, else the codes.
 ProductInput product_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
                            const Needed& needed);
-
-// Returns the input of a product from a direction of prequantized_both, whose codes are in the form
-// that layer_operands chose.
-ProductInput prequantized_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
-                                const Needed& needed);
 
 // Returns the unit of the columns of wgrad's operands in groups. Under bf16 alone it is not read.
 inline std::int64_t wgrad_unit(const PreparedRecipe& recipe) {

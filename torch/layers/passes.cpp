@@ -2,55 +2,141 @@
 
 #include <ATen/ATen.h>
 
+#include "layers/expert_weights.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 
 namespace minifloat::torch_ops {
 namespace {
 
-// Returns both directions of weight i, or, where backward quantizes it again, the rowwise one and
-// the amax of the other.
-Directions weight_operands_of(const ForwardPass& pass, std::size_t i, const Needed& row,
-                              const Needed& col, bool casts_later) {
-  const Layers& layers = pass.layers;
-  const PreparedRecipe& prepared = pass.prepared;
-  const Recipe& recipe = prepared.recipe;
-  const at::TensorList given = layers.operands_of_weight(i);
-  const bool has_codes = !given.empty();
-  const bool reads_weight =
-      !has_codes || recipe.fprop.b.is_bf16() || (col.is_needed && recipe.dgrad.b.is_bf16());
-  if (reads_weight) bridge::check_memory_if_real("linear", "weight", layers.weights[i]);
-  const Tensor weight = reads_weight ? to_dtype(layers.weights[i], pass.dtype) : layers.weights[i];
-  if (has_codes) {
-    const Directions out = prequantized_both(prepared, "linear", "weight_operands", given, weight,
-                                             weight.sym_size(0), row, col);
-    record_amaxes(prepared, row, col, pass.state_of(i), out, false);
-    return out;
+// Returns the state of weight i. layers: Layers or SavedLayers
+template <class LayersOfCall>
+ModuleState state_of_weight(const LayersOfCall& layers, std::size_t i, const Sharding* sharding,
+                            const std::array<SymInt, 2>& features) {
+  ModuleState state;
+  if (!layers.rng.empty()) state.rng = layers.rng[i];
+  if (!layers.streams.empty()) state.stream = layers.streams[i];
+  if (!layers.histories.empty()) state.history = layers.histories[i];
+  state.sharding = sharding;
+  if (layers.groups)
+    state.first_expert = layers.groups->first_expert;
+  else
+    state.features = features;
+  return state;
+}
+
+// Returns the same state for x or g, whose rows may lie in groups.
+ModuleState in_groups(ModuleState state, const std::optional<RowGroups>& groups,
+                      const PreparedRecipe& recipe) {
+  if (groups) {
+    state.groups = {groups->table, wgrad_unit(recipe)};
+    state.row_ids = groups->row_ids;
   }
-  return casts_later ? quantize_rowwise_first(prepared, weight, row, col, pass.state_of(i))
-                     : quantize_both(prepared, weight, row, col, pass.state_of(i));
+  return state;
+}
+
+// Returns the groups of products whose rows lie in groups.
+Groups groups_of(const std::optional<RowGroups>& groups, std::int64_t unit) {
+  return groups ? Groups{groups->table, unit} : Groups{};
+}
+
+// Returns W as casts read it, from a weight in the dtype of x.
+Tensor matrices_of(const Tensor& weight, bool is_experts) {
+  return is_experts ? transposed_matrices(weight) : weight;
+}
+
+Directions quantize_weight(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,
+                           const Needed& col, const ModuleState& state) {
+  return w.dim() == 3 ? quantize_expert_weights(recipe, w, row, col, state)
+                      : quantize_both(recipe, w, row, col, state);
 }
 
 // Returns x (…, K) as (M, K), without a copy of values that are not read.
 Tensor rows_of(const Tensor& x) {
+  if (x.dim() == 2) return x;
   SymInt rows = 1;
   for (std::int64_t i = 0; i + 1 < x.dim(); ++i) rows = rows * x.sym_size(i);
   return x.reshape_symint({rows, x.sym_size(-1)});
 }
 
+// Returns the amax that backward's cast of W takes, where forward reads the caller's codes of it.
+Tensor kept_amax_of_codes(const ForwardPass& pass, at::TensorList codes, const Tensor& w) {
+  const PreparedRecipe& recipe = pass.prepared;
+  const Tensor &row = codes[2], &col = codes[6];
+  const bool is_of_rows = finds_amaxes_of_columns(recipe.specs[kFpropW], recipe.specs[kDgradW]) &&
+                          has_adjacent_columns(w) && !pass.layers.shards.sharding &&
+                          col.numel() > 0;
+  const Tensor& amax = is_of_rows ? col : row;
+  if (amax.numel() == 0) return {};
+  bridge::check_memory_if_real(pass.layers.op(), "weight_operands", amax);
+  return is_of_rows ? amax.clone() : amax_of_both(recipe, kFpropW, kDgradW, amax);
+}
+
+// Returns x as fprop reads it, from a direction of x: in the form that all weights' products share.
+ProductInput forward_input(const ForwardPass& pass, const QuantizedOperand& x, const Needed& row) {
+  ProductInput input = product_input(pass.prepared, x, row);
+  if (pass.layers.weights.size() == 1) return input;
+  return prepare_input(pass.fprop(), pass.prepared.recipe.fprop.a, std::move(input), pass.k);
+}
+
+// Returns whether an exact product's cast writes values. Ranks that cut a dense layer read codes.
+bool decodes(const PlannedProduct& product, const Sharding* sharding, bool has_groups) {
+  return product.reads_values() && (!sharding || has_groups);
+}
+
+// Returns the rowwise direction of x.
+Needed row_of_x(const ForwardPass& pass) {
+  const Layers& layers = pass.layers;
+  const at::TensorList given = layers.prequantized.x;
+  // An exact product of experts decodes codes that come without their values.
+  const bool has_values = !layers.groups || given.size() < 4 || given[3].dim() > 1;
+  return {.place = kFpropX,
+          .decoded = decodes(pass.fprop(), layers.shards.sharding, layers.groups.has_value()) &&
+                     has_values,
+          .given = !given.empty()};
+}
+
+Needed row_of_weight(const ForwardPass& pass, std::size_t i) {
+  const Layers& layers = pass.layers;
+  const bool given = !layers.operands_of_weight(i).empty();
+  return {
+      .place = kFpropW,
+      .decoded = !given && decodes(pass.fprop(), layers.shards.sharding, layers.groups.has_value()),
+      .given = given};
+}
+
+// Returns whether backward quantizes weight i again.
+bool casts_weight_later(const ForwardPass& pass, std::size_t i) {
+  return pass.saved && pass.needs.dx && pass.layers.recomputes_weights &&
+         pass.layers.operands_of_weight(i).empty() && !pass.prepared.recipe.dgrad.b.is_bf16();
+}
+
+Directions operands_of_forward(const ForwardPass& pass, std::size_t i) {
+  return weight_operands(pass, i, row_of_weight(pass, i), {kDgradW, pass.needs.dx},
+                         casts_weight_later(pass, i));
+}
+
 }  // namespace
 
+Tensor amax_of_codes(const Spec& spec, const QuantizedOperand& operand) {
+  const bool has_amax = (spec.has_tensor_amax() && !spec.delayed) || spec.has_row_amax();
+  return has_amax ? operand.amax : Tensor();
+}
+
 ModuleState ForwardPass::state_of(std::size_t i) const {
-  ModuleState state = layers.state_of(i);
-  state.pending = &amaxes;
+  ModuleState state = state_of_weight(layers, i, layers.shards.sharding, layers.features_of(i));
+  state.left = left;
   return state;
 }
 
+ModuleState ForwardPass::state_of_rows(std::size_t i) const {
+  return in_groups(state_of(i), layers.groups, prepared);
+}
+
 void ForwardPass::save(const QuantizedOperand& operand, Place place) const {
-  const Spec& spec = prepared.specs[place];
-  const bool has_amax = spec.has_tensor_amax() || spec.has_row_amax();
   if (saved)
-    saved->insert(saved->end(), {operand.codes, operand.scale, has_amax ? operand.amax : Tensor()});
+    saved->insert(saved->end(),
+                  {operand.codes, operand.scale, amax_of_codes(prepared.specs[place], operand)});
 }
 
 Directions input_operands(const ForwardPass& pass, const char* op, const Tensor& x,
@@ -62,52 +148,86 @@ Directions input_operands(const ForwardPass& pass, const char* op, const Tensor&
   const auto is_read = [&](const Needed& w) {
     return w.is_needed && (given.empty() || pass.prepared.specs[w.place].is_bf16());
   };
-  const Tensor matrix = is_read(row) || is_read(col) ? as_matrix(op, "x", x) : rows_of(x);
+  const Tensor matrix =
+      is_read(row) || is_read(col) ? as_matrix(op, layers.groups ? "A" : "x", x) : rows_of(x);
   share_version(matrix, x);
   if (!given.empty())
-    return prequantized_both(pass.prepared, op, "x_operands", given, matrix,
-                             matrix.sym_size(0) * (is_cut ? sharding->ranks : 1), row, col);
-  ModuleState state = pass.state_of(0);
-  state.returns_amaxes = layers.weights.size() > 1;  // for the histories of the other weights
-  Directions out = quantize_both(pass.prepared, matrix, row, col, state);
+    return prequantized_both(pass.prepared, op, layers.groups ? "a_operands" : "x_operands", given,
+                             matrix, matrix.sym_size(0) * (is_cut ? sharding->ranks : 1), row, col,
+                             layers.groups ? layers.groups->table.sym_size(1) - 1 : SymInt(1));
+  ModuleState state = pass.state_of_rows(0);
   // x is scaled by the first weight's history, which those of other readers of x equal.
-  for (std::size_t i = 1; i < layers.weights.size(); ++i)
-    record_amaxes(pass.prepared, row, col, pass.state_of(i), out, false);
+  if (!layers.histories.empty()) state.other_histories = layers.histories.slice(1);
+  Directions out = quantize_both(pass.prepared, matrix, row, col, state);
   if (is_cut)
     out.first = gather_tokens(*sharding, token_runs(*sharding, x.sym_sizes()), out.first, false);
   return out;
 }
 
-ProductInput forward_input(const ForwardPass& pass, const QuantizedOperand& x, const Needed& row,
-                           bool is_prequantized) {
-  ProductInput input = is_prequantized ? prequantized_input(pass.prepared, x, row)
-                                       : product_input(pass.prepared, x, row);
-  if (pass.layers.weights.size() == 1) return input;
-  return prepare_input(pass.fprop(), pass.prepared.recipe.fprop.a, std::move(input), pass.k);
+Directions weight_operands(const ForwardPass& pass, std::size_t i, const Needed& row,
+                           const Needed& col, bool casts_later, const Tensor& amax) {
+  const Layers& layers = pass.layers;
+  const bool is_experts = layers.groups.has_value();
+  const at::TensorList given = layers.operands_of_weight(i);
+  const auto reads_values = [&](const Needed& w) {
+    return w.is_needed && (given.empty() || pass.prepared.specs[w.place].is_bf16());
+  };
+  const bool is_read = reads_values(row) || reads_values(col);
+  if (is_read)
+    bridge::check_memory_if_real(layers.op(), is_experts ? "B" : "weight", layers.weights[i]);
+  const Tensor w = matrices_of(
+      is_read ? to_dtype(layers.weights[i], pass.dtype) : layers.weights[i], is_experts);
+  ModuleState state = pass.state_of(i);
+  Directions out;
+  if (!given.empty()) {
+    out = prequantized_both(pass.prepared, layers.op(), "weight_operands", given, w, w.sym_size(-2),
+                            row, col, is_experts ? w.sym_size(0) : SymInt(1));
+    // Amaxes of a dense layer's codes are those of all ranks already.
+    raise_histories(pass.prepared, row, col, state, out, is_experts && state.sharding);
+  } else {
+    if (amax.defined()) state.amax = amax;
+    state.casts_other_later = casts_later || pass.keeps_amax;
+    out = quantize_weight(pass.prepared, w, row, {col.place, col.is_needed && !casts_later}, state);
+  }
+  // Also of codes: a checkpoint's second forward may read some where the first cast W.
+  if (pass.keeps_amax)
+    *pass.keeps_amax = given.empty() ? out.second.amax : kept_amax_of_codes(pass, given, w);
+  return out;
 }
 
-std::vector<Tensor> multiply_weights(const ForwardPass& pass, const ProductInput& x) {
+std::vector<Tensor> multiply_by_weights(const ForwardPass& pass, const char* op, const Tensor& x) {
+  // What a caller gave is checked before a cast raises a history, and a weight before x is cast.
+  std::optional<Directions> first;
+  if (pass.layers.prequantized.x.empty()) {
+    bridge::check_memory_if_real(op, pass.layers.groups ? "A" : "x", x);
+    first = operands_of_forward(pass, 0);
+  }
+  const Needed row = row_of_x(pass);
+  const auto [rowwise, columnwise] = input_operands(pass, op, x, row, {kWgradX, pass.needs.any_dw});
+  pass.save(columnwise, kWgradX);
+  return multiply_operand(pass, rowwise, row, std::move(first));
+}
+
+std::vector<Tensor> multiply_operand(const ForwardPass& pass, const QuantizedOperand& x,
+                                     const Needed& row, std::optional<Directions> first) {
   const Layers& layers = pass.layers;
   const Sharding* sharding = layers.shards.sharding;
   const PlannedProduct fprop = pass.fprop();
+  const ProductInput left = forward_input(pass, x, row);
+  // On one rank, where y is a sum over the ranks.
+  const bool adds_bias =
+      !sharding || layers.groups || sharding->weight_dim == 0 || sharding->rank == 0;
   std::vector<Tensor> outputs;
   for (std::size_t i = 0; i < layers.weights.size(); ++i) {
-    const bool has_codes = !layers.operands_of_weight(i).empty();
-    const bool casts_later = pass.needs.dx && layers.recomputes_weights && !has_codes &&
-                             !pass.prepared.recipe.dgrad.b.is_bf16();
-    const Needed row{kFpropW, true, !sharding && fprop.reads_values() && !has_codes},
-        col{kDgradW, pass.needs.dx};
-    const Directions w = weight_operands_of(pass, i, row, col, casts_later);
-    if (casts_later)
+    const Directions w = first ? *std::exchange(first, std::nullopt) : operands_of_forward(pass, i);
+    if (casts_weight_later(pass, i))
       pass.save({layers.weights[i], Tensor(), w.second.amax, Tensor()}, kDgradW);
     else
       pass.save(w.second, kDgradW);
-    // On one rank, where y is a sum over the ranks.
-    const bool adds_bias = !sharding || sharding->weight_dim == 0 || sharding->rank == 0;
-    const ProductInput right = has_codes ? prequantized_input(pass.prepared, w.first, row)
-                                         : product_input(pass.prepared, w.first, row);
-    outputs.push_back(scaled_mm(fprop, x, right, pass.k,
-                                adds_bias ? layers.bias_of(i) : std::nullopt, pass.dtype));
+    outputs.push_back(
+        scaled_mm(fprop, left, product_input(pass.prepared, w.first, row_of_weight(pass, i)),
+                  pass.k, adds_bias ? layers.bias_of(i) : std::nullopt, pass.out_dtype,
+                  groups_of(layers.groups, 0), layers.groups && layers.groups->zeroes_tail));
   }
   return outputs;
 }
@@ -132,7 +252,9 @@ SavedLayers::SavedLayers(const Layers& layers, const PreparedRecipe& of_recipe,
       main_grads(layers.sums.main_grads.vec()),
       bias_index(layers.bias_index),
       histories(layers.histories.vec()),
-      rng(layers.rng.vec()) {
+      rng(layers.rng.vec()),
+      groups(layers.groups) {
+  if (layers.shards.sharding) sharding = *layers.shards.sharding;
   for (const Tensor& w : layers.weights) {
     weight_dtypes.push_back(w.scalar_type());
     const bool is_cast =
@@ -143,13 +265,12 @@ SavedLayers::SavedLayers(const Layers& layers, const PreparedRecipe& of_recipe,
   for (const Tensor& b : layers.biases) bias_dtypes.push_back(b.scalar_type());
 }
 
-ModuleState SavedLayers::state_of(std::size_t i, const Sharding* sharding) const {
-  return {.rng = rng.empty() ? Tensor() : rng[i],
-          .stream = streams.empty() ? 0 : streams[i],
-          .history = histories.empty() ? Tensor() : histories[i],
-          .pending = nullptr,
-          .sharding = sharding,
-          .features = features[i]};
+ModuleState SavedLayers::state_of(std::size_t i) const {
+  return state_of_weight(*this, i, sharding ? &*sharding : nullptr, features[i]);
+}
+
+ModuleState SavedLayers::state_of_rows(std::size_t i) const {
+  return in_groups(state_of(i), groups, recipe);
 }
 
 ProductInput saved_input(const SavedLayers& layers, const std::vector<Tensor>& saved, std::size_t i,
@@ -158,35 +279,42 @@ ProductInput saved_input(const SavedLayers& layers, const std::vector<Tensor>& s
 }
 
 ProductInput saved_weight(const SavedLayers& layers, const std::vector<Tensor>& saved,
-                          std::size_t i, const Sharding* sharding) {
-  // A weight that is saved itself is a matrix of values; codes are bytes.
-  const Tensor& first = saved[3 * (i + 1)];
-  const bool is_values = first.defined() && first.is_floating_point();
-  if (!is_values || layers.recipe.recipe.dgrad.b.is_bf16())
+                          std::size_t i) {
+  // A weight that is saved itself has values; codes are bytes. A checkpoint's second forward may
+  // save the one where the first saved the other.
+  const Tensor &first = saved[3 * (i + 1)], &amax = saved[3 * (i + 1) + 2];
+  const PreparedRecipe& recipe = layers.recipe;
+  if (!first.defined() || !first.is_floating_point() || recipe.recipe.dgrad.b.is_bf16())
     return saved_input(layers, saved, 3 * (i + 1), kDgradW);
-  const PlannedProduct dgrad =
-      plan_product(layers.recipe.recipe.dgrad, layers.recipe.dgrad, first.device());
-  const Needed col{kDgradW, true, !sharding && dgrad.reads_values()};
-  const QuantizedOperand w =
-      quantize_columnwise_later(layers.recipe, to_dtype(first, layers.x_dtype), col,
-                                saved[3 * (i + 1) + 2], layers.state_of(i, sharding));
-  return product_input(layers.recipe, w, col);
+  const bool is_experts = layers.groups.has_value();
+  ModuleState state = layers.state_of(i);
+  const Needed col{.place = kDgradW,
+                   .decoded = decodes(layers.dgrad(first.device()), state.sharding, is_experts)};
+  if (amax.defined()) state.amax = amax;
+  state.is_raised =
+      state.sharding && has_amax_of_history(recipe.specs[kFpropW], recipe.specs[kDgradW]);
+  const Tensor w = matrices_of(to_dtype(first, layers.x_dtype), is_experts);
+  return product_input(recipe, quantize_weight(recipe, w, {kFpropW, false}, col, state).second,
+                       col);
 }
 
 Tensor input_gradient(const SavedLayers& layers, const QuantizedOperand& g, const Needed& row,
                       const ProductInput& weight, const SymInt& n, at::ScalarType dtype,
                       const at::Device& device) {
-  const PreparedRecipe& prepared = layers.recipe;
-  const PlannedProduct dgrad = plan_product(prepared.recipe.dgrad, prepared.dgrad, device);
-  return scaled_mm(dgrad, product_input(prepared, g, row), weight, n, std::nullopt, dtype);
+  return scaled_mm(layers.dgrad(device), product_input(layers.recipe, g, row), weight, n,
+                   std::nullopt, dtype, groups_of(layers.groups, 0),
+                   layers.groups && layers.groups->zeroes_tail);
 }
 
 Tensor weight_gradient(const SavedLayers& layers, std::size_t i, const QuantizedOperand& g,
                        const Needed& col, const ProductInput& x, const SymInt& m,
                        const at::Device& device, std::size_t edge) {
-  const PreparedRecipe& prepared = layers.recipe;
-  const PlannedProduct wgrad = plan_product(prepared.recipe.wgrad, prepared.wgrad, device);
-  const ProductInput of_g = product_input(prepared, g, col);
+  const PlannedProduct wgrad = layers.wgrad(device);
+  const ProductInput of_g = product_input(layers.recipe, g, col);
+  if (layers.groups)
+    return scaled_mm(wgrad, of_g, x, m, std::nullopt, layers.weight_dtypes[i],
+                     groups_of(layers.groups, wgrad_unit(layers.recipe)))
+        .transpose(-2, -1);
   const Tensor main_grad = layers.main_grads.empty() ? Tensor() : layers.main_grads[i];
   if (const WeightSum sum = sum_of_weight(layers.accumulation, main_grad, edge);
       sum.tensor.defined()) {
@@ -203,7 +331,9 @@ Tensor weight_gradient(const SavedLayers& layers, std::size_t i, const Quantized
 }
 
 Tensor bias_gradient(const SavedLayers& layers, int bias, const Tensor& g) {
-  return to_dtype(g.sum(0, false, at::kFloat), layers.bias_dtypes[static_cast<std::size_t>(bias)]);
+  return to_dtype(
+      layers.groups ? sum_of_groups(g, layers.groups->table) : g.sum(0, false, at::kFloat),
+      layers.bias_dtypes[static_cast<std::size_t>(bias)]);
 }
 
 }  // namespace minifloat::torch_ops
