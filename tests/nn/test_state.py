@@ -2,17 +2,15 @@
 
 import copy
 import math
-import socket
 import warnings
 
 import minifloat as mf
 import pytest
 import torch
-import torch.multiprocessing as mp
 from minifloat._native import ops
 from torch import nn
 
-from tests.support.worlds import THREADS
+from tests.support.worlds import run_world
 
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -209,17 +207,7 @@ def test_a_state_of_another_model_is_refused(change, message):
 # ---- two ranks -----------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return s.getsockname()[1]
-
-
-def run_rank(rank: int, port: int, results) -> None:
-    torch.set_num_threads(THREADS)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=2
-    )
+def check_ranks_agree_on_amax_and_draw_other_bits(rank):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 16), nn.Linear(16, 8))
     mf.quantize_(model, "0: fp8_delayed; 1: nvfp4")
@@ -227,25 +215,21 @@ def run_rank(rank: int, port: int, results) -> None:
     if rank == 0:
         x[0, 0] = float("nan")
     y = model[0](x).detach()
+    assert y.isnan().any() == (rank == 0)
     model[0].amax_history[1, 1] = 0.5 * (rank + 1)
     mf.step(model)
     history = model[0].amax_history[:2, :3].tolist()
+    assert math.isnan(history[0][2])  # a NaN of one rank reaches all
+    assert history[1] == [1.0, 0.0, 1.0]
+    states = [torch.zeros(2, dtype=torch.int64) for _ in range(2)]
+    torch.distributed.all_gather(states, model[1].rng_state.tensor)
+    assert not torch.equal(*states)
     wrapped = nn.parallel.DistributedDataParallel(model)
     assert mf.training_state(wrapped).keys() == mf.training_state(model).keys()
-    results.put((rank, history, y.isnan().any().item(), model[1].rng_state.tensor.tolist()))
-    torch.distributed.destroy_process_group()
 
 
 def test_ranks_agree_on_amax_and_draw_other_bits():
-    results = mp.get_context("spawn").Queue()
-    mp.spawn(run_rank, (free_port(), results), nprocs=2)
-    ranks = sorted(results.get(timeout=60) for _ in range(2))
-    (_, first, had_nan, rng0), (_, second, _, rng1) = ranks
-    assert had_nan
-    assert math.isnan(first[0][2])  # a NaN of one rank reaches all
-    assert math.isnan(second[0][2])
-    assert first[1] == second[1] == [1.0, 0.0, 1.0]
-    assert rng0 != rng1
+    run_world(2, check_ranks_agree_on_amax_and_draw_other_bits)
 
 
 def delayed(recipe="fp8_delayed"):
