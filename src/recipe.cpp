@@ -32,6 +32,7 @@ constexpr std::array kPresets = {
            "nvfp4+pow2+sr+rht*nvfp4+pow2+rht"},
     Preset{"mxfp8_nvfp4", "mxfp8*mxfp8", "nvfp4+sr*nvfp4/16x16", "nvfp4+sr+rht*nvfp4+rht"},
     Preset{"nvfp4_mxfp8", "nvfp4*nvfp4/16x16", "mxfp8*mxfp8", "mxfp8*mxfp8"},
+    Preset{"w4a8", "e4m3/row*mxfp4", "e4m3/row*e4m3/row", "e4m3/row*e4m3/row"},
 };
 
 Recipe from_preset(const Preset& preset) {

@@ -32,6 +32,7 @@ HYBRIDS = ("mxfp8", "mxfp8_nvfp4", "nvfp4")
 CHOICES = (
     *(Choice(label(name), name, name, name) for name in (BF16, *NAMES, *HYBRIDS)),
     *(Choice(label(name), "nvfp4", "nvfp4", name, is_timed=False) for name in (KEPT, THEN)),
+    Choice(label("w4a8"), "w4a8", record="w4a8", is_timed=False),
     Choice("torchao tensorwise", step="torchao tensorwise"),
     Choice("torchao rowwise", step="torchao rowwise", record="torchao_rowwise"),
     *(Choice(label(peer), step=peer) for peer in ("te delayed", "te current", "te blocks")),
@@ -126,7 +127,7 @@ WISHES: tuple[tuple[str, tuple[tuple[int, int], ...], tuple[Wish, ...]], ...] = 
             Wish("Speed at bf16's loss", "fp8_tensorwise"),
             Wish("More speed, by scales of earlier steps", "fp8_delayed"),
             Wish("A scale a token and feature: outliers", "fp8_rowwise"),
-            Wish("Least memory, fewest bits between GPUs", "mxfp4"),
+            Wish("Least memory", "mxfp4"),
             Wish("Blackwell's MXFP8, for its numerics", "mxfp8"),
             Wish("NVIDIA's NVFP4, with the least loss in FP4", **LEAST_LOSS_IN_FP4),
         ),

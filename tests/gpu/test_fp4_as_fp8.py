@@ -58,15 +58,19 @@ def test_every_code_under_every_scale(device, base):
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spread", [0, 4, 12])
-@pytest.mark.parametrize("spec", ["mxfp4", "nvfp4+pow2", "mxfp4+rht"])
-def test_products_are_the_exact_ones(device, spec, spread, out_dtype):
+@pytest.mark.parametrize(
+    "product",
+    ["mxfp4*mxfp4", "nvfp4+pow2*nvfp4+pow2", "mxfp4+rht*mxfp4+rht", "nvfp4+pow2*mxfp4",
+     "e4m3/row*mxfp4", "mxfp4*e4m3/row", "e4m3/row*nvfp4/16x16+pow2"],
+)  # fmt: skip
+def test_products_are_the_exact_ones(device, product, spread, out_dtype):
     """Compares with exact products.
 
     FP8 tensor cores cut 32 products at 2^-13 of the largest, and promote the sums. Blocks spread by
     2^(spread sigma) leave the exact range, by less than that."""
     g = torch.Generator().manual_seed(spread)
     sides = []
-    for rows in (256, 384):
+    for rows, spec in zip((256, 384), product.split("*")):
         x = torch.randn(rows, 512, generator=g)
         x *= torch.exp2(spread * torch.randn(rows, 16, generator=g)).repeat_interleave(32, 1)
         sides.append(mf.tensor.quantize(x, spec))
@@ -79,7 +83,7 @@ def test_products_are_the_exact_ones(device, spec, spread, out_dtype):
         for q in sides
     ]
     got = mf.tensor.scaled_mm(*there, bias=bias.to(device), out_dtype=out_dtype)
-    require_close(got, want, 2.0**-8, f"{spec}, spread {spread}")
+    require_close(got, want, 2.0**-8, f"{product}, spread {spread}")
 
 
 class Asked(TorchDispatchMode):

@@ -445,7 +445,12 @@ def test_the_engine_of_grouped_products():
     has_kernels = grouped_engine("e5m2/tensor*e4m3/tensor", 90) == "cutlass_grouped"
     fp8 = "cutlass_grouped" if has_kernels else "fp8_grouped"
     exact = "cutlass_grouped_exact" if has_kernels else "exact_grouped"
-    for product in ("e4m3/row*e4m3/row", "e4m3/tensor*e4m3/tensor", "mxfp4*mxfp4"):
+    for product in (
+        "e4m3/row*e4m3/row",
+        "e4m3/tensor*e4m3/tensor",
+        "mxfp4*mxfp4",
+        "e4m3/row*mxfp4",
+    ):
         assert grouped_engine(product, 90) == fp8
     blocks = grouped_engine("e4m3/1x128*e4m3/128x128", 90)
     assert blocks == (fp8 if has_kernels else exact)

@@ -17,18 +17,17 @@ bool has_blocks(const Product& product) { return product.a.rule == ScaleRule::kB
 
 bool has_kernel(const Product& product, bool is_along_rows) {
   const auto operand = [](const Spec& spec) {
-    return GroupedOperand{spec.elements, nullptr, nullptr, scales_of_codes(spec)};
+    return GroupedOperand{fp8_elements(spec), nullptr, nullptr, scales_of_codes(spec)};
   };
   return has_grouped_kernel(operand(product.a), operand(product.b), is_along_rows);
 }
 
 bool supports(const Product& product, int capability) {
   if (capability != kHopper || !has_grouped_products()) return false;
-  if (is_fp4_by_fp8(product)) return true;
   if (has_blocks(product))
     return product.b.rule == ScaleRule::kBlock &&
            (has_kernel(product, true) || has_kernel(product, false));
-  return product.a.is_fp8() && has_row_or_group_scales(product) && has_kernel(product, true);
+  return (has_row_or_group_scales(product) || is_fp4_by_fp8(product)) && has_kernel(product, true);
 }
 
 bool takes(const Product& product, int capability, const ProductShape& shape) {
@@ -50,7 +49,7 @@ GroupedSide side_of(const ProductCall& call, bool is_b) {
 }
 
 Tensor multiply(const ProductCall& call) {
-  return product_by_kernel(call, side_of(call, false), side_of(call, true), is_fast(call.product));
+  return product_by_kernel(call, side_of(call, false), side_of(call, true), call.product.fast);
 }
 
 }  // namespace cutlass_grouped

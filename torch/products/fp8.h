@@ -11,10 +11,19 @@ inline bool has_fp8_product(const Spec& a, const Spec& b) {
          (a.elements == Elements::kE4m3 || b.elements == Elements::kE4m3);
 }
 
-// Whether both operands are FP4 codes that convert to E4M3 codes of the same values.
+// The elements of an operand's codes in an FP8 product: FP4 converts to E4M3.
+inline Elements fp8_elements(const Spec& spec) {
+  return spec.is_fp4_by_powers_of_two() ? Elements::kE4m3 : spec.elements;
+}
+
+// Whether an operand is FP4 codes that convert to E4M3 codes of the same values under one scale a
+// row, and the other is such codes too, or FP8 under one scale a row.
 inline bool is_fp4_by_fp8(const Product& product) {
-  return product.a.rule == product.b.rule && product.a.is_fp4_by_powers_of_two() &&
-         product.b.is_fp4_by_powers_of_two();
+  const auto has_rows = [](const Spec& spec) {
+    return spec.is_fp4_by_powers_of_two() || (spec.is_fp8() && spec.rule == ScaleRule::kRow);
+  };
+  const auto &a = product.a, &b = product.b;
+  return has_rows(a) && has_rows(b) && (a.is_fp4_by_powers_of_two() || b.is_fp4_by_powers_of_two());
 }
 
 // Converts FP4 codes that are not converted. groups: of the operand's rows or columns

@@ -9,10 +9,10 @@ namespace minifloat::torch_ops {
 namespace fp8_grouped {
 
 bool supports(const Product& product, int capability) {
-  const auto &a = product.a, &b = product.b;
-  const bool is_e4m3 = a.elements == Elements::kE4m3 && b.elements == Elements::kE4m3;
-  return capability == kHopper &&
-         ((is_e4m3 && has_row_or_group_scales(product)) || is_fp4_by_fp8(product));
+  const bool is_e4m3 =
+      fp8_elements(product.a) == Elements::kE4m3 && fp8_elements(product.b) == Elements::kE4m3;
+  return capability == kHopper && is_e4m3 &&
+         (has_row_or_group_scales(product) || is_fp4_by_fp8(product));
 }
 
 // Returns a scale for each row of an operand, as ATen reads them.
@@ -34,7 +34,7 @@ Tensor multiply(const ProductCall& call) {
   const Tensor out =
       at::_scaled_grouped_mm(a.values, b.values.transpose(-2, -1), scale_of(a, false),
                              scale_of(b, true), ends_of(call.groups, call.groups.unit),
-                             std::nullopt, std::nullopt, at::kBFloat16, is_fast(call.product));
+                             std::nullopt, std::nullopt, at::kBFloat16, call.product.fast);
   return is_along_rows ? add_group_bias(out, call.groups, call.result) : out;
 }
 

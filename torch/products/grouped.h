@@ -49,9 +49,6 @@ GroupScales scales_of_codes(const Spec& spec);
 // power-of-two scales are converted (core/fp4_as_fp8.h).
 GroupedSide fp8_codes(const ProductCall& call, bool is_b);
 
-// Returns whether a product of such codes may accumulate in fewer bits. That of FP4 codes is exact.
-inline bool is_fast(const Product& product) { return product.fast && !is_fp4_by_fp8(product); }
-
 // Returns the product by this library's kernels (minifloat/grouped_product.h), rounded to bf16
 // once.
 Tensor product_by_kernel(const ProductCall& call, const GroupedSide& a, const GroupedSide& b,
