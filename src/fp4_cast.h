@@ -63,7 +63,7 @@ class Fp4Cast {
   std::int64_t codes_ = 0, scales_ = 0, amaxes_ = 0;
 };
 
-// Casts both directions to FP4, and converts those that are written as FP8.
+// Casts each direction to its spec, then converts the FP4 codes of those that are written as FP8.
 //   memory_of(bytes): returns memory for the FP4 operands
 //   Backend: cpu's or cuda's `quantize` and `fp4_as_fp8`
 template <class Backend, class MemoryOf>

@@ -77,8 +77,8 @@ inline std::int64_t bytes_of_table(const GroupTable& groups) {
   return kGroupTableRows * (groups.count + std::int64_t{1}) * 4;
 }
 
-// Returns the rows of a matrix that have memory: those before the last group's end, and one where
-// only the device knows that.
+// Returns the rows of a matrix whose memory is checked: those before the last group's end, at least
+// one. On CUDA the host does not know the end, and one row is checked.
 inline std::int64_t rows_in_memory(const GroupTable& groups, Device device, std::int64_t rows) {
   if (!groups) return rows;
   const std::int64_t end = device == Device::kCpu ? groups.of_rows()[groups.count] : 1;

@@ -16,7 +16,7 @@ using RunValues = float[kRunColumns];
 
 MINIFLOAT_INLINE float load_value(const float* at) { return *at; }
 MINIFLOAT_INLINE float load_value(const std::uint16_t* at) { return decode_bf16(*at); }
-MINIFLOAT_INLINE void store_value(float* at, float x) { *at = with_one_nan(x); }
+MINIFLOAT_INLINE void store_value(float* at, float x) { *at = canonicalize_nan(x); }
 MINIFLOAT_INLINE void store_value(std::uint16_t* at, float x) {
   *at = static_cast<std::uint16_t>(encode_bf16(x));
 }
@@ -93,7 +93,7 @@ struct SwiGluBackward {
       if (!row.d_up) continue;
       for (std::int64_t i = 0; i < count; ++i) store_value(row.d_up + (first + i) * kStep, up[i]);
     }
-    return with_one_nan(sum_of_partials(partial));
+    return canonicalize_nan(sum_of_partials(partial));
   }
 };
 

@@ -42,10 +42,10 @@ template <class T>
 struct TileView {
   const T* values;
   std::int64_t pitch;
-  // From a row to the next row of the walk, if the tile is read in place; else 0.
+  // The elements from a row to the same row of the next tile; 0 where the tile is a copy.
   std::int64_t to_next = 0;
   MINIFLOAT_INLINE const T* row(std::int64_t r) const { return values + r * pitch; }
-  // Prefetches the next row of the walk while row r is encoded. Past the end of x a prefetch has no
+  // Prefetches row r of the next tile while row r is encoded. Past the end of x a prefetch has no
   // effect.
   MINIFLOAT_INLINE void prefetch(std::int64_t r) const {
     constexpr std::int64_t kLine = 64 / sizeof(T);

@@ -49,7 +49,7 @@ TEST(SwiGlu, EndsOfTheRange) {
     EXPECT_TRUE(std::isnan(swiglu<true>(nan, 1, 1, {7, 1.702f})));
     EXPECT_TRUE(std::isnan(swiglu<true>(1, nan, 1, {7, 1.702f})));
     EXPECT_TRUE(std::isnan(swiglu_gradient<true>(1, nan, 1, 1, {7, 1.702f}).gate));
-    EXPECT_EQ(bit_cast<std::uint32_t>(with_one_nan(nan)), Float32::kNanBits);
+    EXPECT_EQ(bit_cast<std::uint32_t>(canonicalize_nan(nan)), Float32::kNanBits);
   }
 }
 

@@ -1,5 +1,6 @@
-// Checks of the arguments of ops, which run before anything is read or written. They look at sizes,
-// dtypes and devices alone, and so cost nanoseconds. A failed check raises ValueError.
+// Checks of the arguments of ops. Most compare sizes, dtypes and devices, and cost nanoseconds.
+// check_memory also gathers a weight whose memory FSDP2 has freed. A failed check raises
+// ValueError.
 #pragma once
 
 #include <ATen/core/Tensor.h>

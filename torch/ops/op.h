@@ -13,11 +13,10 @@ namespace minifloat::torch_ops {
 // Raises NotImplementedError where t has a tangent. op, name: of the argument, for the message.
 void check_no_tangent(const char* op, const char* name, const at::Tensor& t);
 
-// The autograd kernels of ops without a derivative of their own. At codes:
-torch::CppFunction skipped();             // does nothing
-torch::CppFunction without_derivative();  // outputs require no grad, and a tangent raises
-// At values: a backward pass or a tangent through the op raises.
-torch::CppFunction refused();
+// The autograd kernels of ops without a derivative of their own.
+torch::CppFunction skipped();             // of codes: autograd passes through
+torch::CppFunction without_derivative();  // of codes: outputs require no grad, a tangent raises
+torch::CppFunction refused();             // of values: a backward pass or a tangent raises
 
 template <class Signature>
 class Op;

@@ -12,7 +12,8 @@ namespace minifloat::torch_ops {
 // With result.sum, the functions below add the product to it, in the product's kernel, and return
 // it. The sum is fp32 in the kernel: alpha times the product's sum, plus the old sum.
 
-// Returns a · bᵀ of bf16 values, rounded once. Without factors and bias; else as the next function.
+// Returns a · bᵀ of bf16 values, rounded once, without factors and bias. Layouts are those of
+// product_by_device_factor. Returns nullopt where it does, and for empty operands.
 std::optional<Tensor> product_of_values(const Tensor& a, const Tensor& b, const Result& result);
 
 // Returns a · bᵀ times the factors of both operands, plus bias, rounded once. At least one operand

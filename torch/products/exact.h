@@ -1,5 +1,6 @@
-// The operands of exact products, which multiply decoded values in bf16 with fp32 sums and one
-// rounding. The exact engines support every product and all sizes.
+// The operands of exact products. Decoded values are multiplied in bf16, or in fp32 where block
+// scales have too many bits for bf16 (Spec::has_fp32_values); sums are fp32, rounded once. The
+// exact engines support every product and all sizes.
 #pragma once
 
 #include "products/engines.h"
@@ -30,7 +31,7 @@ ProductInput prepare_exact(const Spec& spec, const Codes& codes, const c10::SymI
 bool takes_all(const Product& product, int capability, const ProductShape& shape);
 
 // Whether the values of both operands are bf16, so that a bf16 product multiplies them.
-inline bool are_narrow(const Tensor& a, const Tensor& b) {
+inline bool are_bf16(const Tensor& a, const Tensor& b) {
   return a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16;
 }
 

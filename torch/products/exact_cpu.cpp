@@ -23,7 +23,7 @@ bool multiplies_bf16() {
 // if an operand is, or if this CPU is slow in bf16.
 Tensor matrix_product(const Tensor& a, const Tensor& b, float alpha,
                       const std::optional<Tensor>& bias, at::ScalarType dtype) {
-  const at::ScalarType compute = are_narrow(a, b) && multiplies_bf16() ? dtype : at::kFloat;
+  const at::ScalarType compute = are_bf16(a, b) && multiplies_bf16() ? dtype : at::kFloat;
   const Tensor left = to_dtype(a, compute), right = to_dtype(b, compute).t();
   Tensor out;
   if (bias) {

@@ -21,7 +21,7 @@ Tensor empty_result(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
 
 // Returns (m, k) · (n, k)ᵀ, summed in fp32, in dtype: fp32, or bf16 by one rounding.
 Tensor sums_of(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
-  if (are_narrow(a, b) && dtype == at::kFloat) return at::mm(a, direct_transpose(b), at::kFloat);
+  if (are_bf16(a, b) && dtype == at::kFloat) return at::mm(a, direct_transpose(b), at::kFloat);
   return at::mm(to_dtype(a, dtype), direct_transpose(to_dtype(b, dtype)));
 }
 
@@ -51,7 +51,7 @@ Tensor product_of_sums(const ExactSide& a, const ExactSide& b, const Result& res
 Tensor exact_product(const ExactSide& a, const ExactSide& b, const Result& requested) {
   const auto bias =
       requested.bias ? std::optional(to_dtype(*requested.bias, requested.dtype)) : std::nullopt;
-  const bool narrow = are_narrow(a.values, b.values), rounds = requested.dtype == at::kBFloat16;
+  const bool narrow = are_bf16(a.values, b.values), rounds = requested.dtype == at::kBFloat16;
   if (rounds && !narrow)  // an operand is fp32: the product is in fp32
     return to_dtype(exact_product(a, b, {bias, at::kFloat}), requested.dtype);
   const Result result = {bias, requested.dtype, requested.sum};

@@ -65,7 +65,7 @@ Tensor padded_columns(const Tensor& values, const ProductCall& call) {
 
 // Returns the sums, in bf16, or in fp32 where an operand is.
 Tensor sums_of(const Tensor& a, const Tensor& b, const Tensor& ends) {
-  const at::ScalarType dtype = are_narrow(a, b) ? at::kBFloat16 : at::kFloat;
+  const at::ScalarType dtype = are_bf16(a, b) ? at::kBFloat16 : at::kFloat;
   return at::_grouped_mm(to_dtype(a, dtype), to_dtype(b, dtype).transpose(-2, -1), ends);
 }
 

@@ -30,7 +30,7 @@ inline bool is_fp4_by_fp8(const Product& product) {
 Fp4AsFp8 as_fp8(const Spec& spec, const ProductInput& input, const c10::SymInt& cols,
                 const Groups& groups = {});
 
-// Whether rows of codes and of the bf16 result start at multiples of 16 bytes.
+// Whether the codes are contiguous and aligned, no size is 0, and n and k are multiples of 16.
 inline bool takes_codes(const ProductShape& shape) {
   return shape.has_codes && shape.m > 0 && shape.n > 0 && shape.k > 0 && shape.n % 16 == 0 &&
          shape.k % 16 == 0;

@@ -18,8 +18,7 @@ inline bool has_row_or_group_scales(const Product& product) {
 // multiply then.
 void warn_without_kernels(int capability);
 
-// Engine::takes of the engines of FP8 codes: rows start at multiples of 16 bytes, and the result is
-// bf16.
+// Engine::takes of the engines of FP8 codes: takes_codes, and the result is bf16.
 bool takes_grouped_codes(const Product& product, int capability, const ProductShape& shape);
 
 // Returns the groups' ends as torch's grouped products read them, int32 (groups): among rows, or

@@ -60,7 +60,7 @@ inline ProductInput cast_input(const Spec& spec, const Tensor& codes, const Tens
 ProductInput input_of(const Spec& spec, const Tensor& elements, const Tensor& scale,
                       const Tensor& amax);
 
-// What an operand of a product is measured by.
+// The sizes that check_input expects of an operand.
 struct InputSizes {
   c10::SymInt k, values_k;              // the columns of codes, and of an operand under bf16
   std::optional<c10::SymInt> matrices;  // a matrix a group; none: one matrix

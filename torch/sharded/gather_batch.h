@@ -88,8 +88,8 @@ class GatherBatch : public torch::CustomClassHolder {
   std::vector<Tensors> cast(Tensors shards, const Tensors& histories, std::int64_t selection,
                             std::int64_t weight, bool is_measured);
 
-  // Fills the whole weights from the gathered codes and tables. The memory of a direction without
-  // gathered codes is freed, and before backward the rowwise codes that the columnwise ones are
+  // Fills the whole weights from the gathered codes and tables. Frees the memory of directions
+  // without gathered codes, and before backward the rowwise codes that the columnwise ones are
   // transposed from, unless the call is of one weight. outputs: the output of each gathered input,
   // in the order of `cast`; targets: codes, scale, amax of the rowwise and the columnwise direction
   // of each weight; weight: the one that is filled, -1: all; forward_alone: whether backward has a

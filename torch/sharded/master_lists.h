@@ -54,7 +54,7 @@ class MasterCasts : public torch::CustomClassHolder {
   at::Tensor like_;  // on the device of the weights; undefined without directions
 };
 
-// Casts of one step, which have been checked and nothing has run: ranks may meet before they run.
+// The casts of one step, checked and not yet run, so that ranks can agree first.
 class ReadyCasts : public torch::CustomClassHolder {
  public:
   // owner: of the weights' memory; memory: what else the casts read and write

@@ -69,7 +69,7 @@ MINIFLOAT_HD float clamp_to_range(float x, float range) {
   return below < -range ? -range : below;
 }
 
-// The range below which no activation limits x: |x| < kActivationRange<…>.
+// The bound on |x| below which an activation needs no clamp: kIsInRange may then be set.
 template <Activation kActivation>
 inline constexpr float kActivationRange = kActivation == Activation::kSilu   ? 87.0f
                                           : kActivation == Activation::kGelu ? 13.125f
@@ -110,8 +110,8 @@ MINIFLOAT_HD Activated gelu(float x, R reciprocal = {}) {
   return {x * phi, phi + c * (e * 0x1.988454p-2f)};  // 1 / sqrt(2 pi)
 }
 
-// z is computed in two parts, of which sigmoid takes both: a relative error of z is multiplied by z
-// in e^z. Constants in two parts have the same 21 bits as z may lose.
+// Computes z as a sum of two floats, because a relative error of z becomes z times as large in e^z.
+// The constants are sums of two floats for the same reason.
 template <bool kIsInRange = false, class R = Reciprocal>
 MINIFLOAT_HD Activated gelu_tanh(float x, R reciprocal = {}) {
   constexpr float kRange = 10.5f;  // z is past 87

@@ -1,7 +1,7 @@
 // The macros of core/ that depend on the compiler, a constexpr cast of bits, and the fused
-// multiply-add. nvcc compiles each
-// function for host and device, a C++ compiler for the host alone. Functions are always inlined, so
-// that a loop compiled for a wider vector unit contains their bodies.
+// multiply-add. nvcc compiles each function for host and device, a C++ compiler for the host alone.
+// Functions are always inlined, so that a loop compiled for a wider vector unit contains their
+// bodies.
 #pragma once
 
 #if defined(__CUDACC__)

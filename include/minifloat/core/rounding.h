@@ -70,7 +70,7 @@ MINIFLOAT_HD constexpr std::uint32_t encode(float x, Rounding rounding = {}) {
 
 // Replaces each NaN of a word's four 8-bit codes by F::kNanBits. No code may be an infinity.
 template <class F>
-MINIFLOAT_HD constexpr std::uint32_t with_one_nan(std::uint32_t codes) {
+MINIFLOAT_HD constexpr std::uint32_t canonicalize_nan(std::uint32_t codes) {
   constexpr std::uint32_t kEach = 0x0101'0101u, kMagnitude = F::kSignBit - 1;
   const std::uint32_t magnitudes = codes & kMagnitude * kEach;
   // A code past kMaxBits sets its byte's upper bit; the sum never reaches the next byte.

@@ -2,9 +2,9 @@
 // FSDP.
 //
 //     K = 8, blocks 2 x 4, range [11, 21):          . . . .|. . . .   rows 1 and 2, block rows 0..1
-//                                                   . . . x|x x x x   row 1 from column 3
+//                                                   . . . x|x x x x   row 1, columns 3 to 7
 //                                                   -------+-------
-//                                                   x x x x|x . . .   row 2 up to column 5
+//                                                   x x x x|x . . .   row 2, columns 0 to 4
 //
 // A cut splits the blocks that have elements on both sides of it. The cut at 11 splits both upper
 // blocks: row 0 lies before the cut, and the rest of row 1 behind it.

@@ -90,6 +90,8 @@ MINIFLOAT_HD SwiGluGradient swiglu_gradient(float dh, float gate, float up, floa
 }
 
 // Replaces each NaN by the one that every backend writes.
-MINIFLOAT_HD float with_one_nan(float x) { return x != x ? bit_cast<float>(Float32::kNanBits) : x; }
+MINIFLOAT_HD float canonicalize_nan(float x) {
+  return x != x ? bit_cast<float>(Float32::kNanBits) : x;
+}
 
 }  // namespace minifloat

@@ -1,4 +1,4 @@
-// What the files of activations call of each other, besides the functions of backends.h.
+// Functions that one file of this folder defines and another calls, besides those of backends.h.
 #pragma once
 
 #include "minifloat/experts.h"

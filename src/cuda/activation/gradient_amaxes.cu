@@ -1,9 +1,9 @@
 // The amaxes that casts of gradients and of h scale by, from one read of dh, gate and up.
 //
 //     bytes an element: 6 read
-#include "cuda/activation/found_amaxes.h"
 #include "cuda/activation/gradient_tile.cuh"
 #include "cuda/activation/quantize_swiglu.h"
+#include "cuda/activation/required_amaxes.h"
 #include "cuda/activation/tile_amaxes.cuh"
 
 namespace minifloat::cuda {

@@ -109,7 +109,8 @@ __device__ __forceinline__ GradientResults gradient_results(const GradientChunk&
     largest.of[2] = max_magnitude_bf16x2(largest.of[2], of_up);
     all = max_magnitude_bf16x2(all, of_up);
   }
-  if (has_nan(all)) out.d_gate.name_nans(), out.h.name_nans(), out.d_up.name_nans();
+  if (has_nan(all))
+    out.d_gate.canonicalize_nans(), out.h.canonicalize_nans(), out.d_up.canonicalize_nans();
   return out;
 }
 
@@ -173,7 +174,7 @@ __device__ __forceinline__ void raise_in_block(const LargestPairs& pairs, std::u
   for (int i = 0; i < 3; ++i) {
     const std::uint32_t m =
         warp_max(max(pairs.of[i] & 0x7FFF'0000u, (pairs.of[i] << 16) & Float32::kMagnitude));
-    if (threadIdx.x % 32 == 0) atomicMax(largest + i, canonical_magnitude(m));
+    if (threadIdx.x % 32 == 0) atomicMax(largest + i, canonicalize_nan_magnitude(m));
   }
 }
 

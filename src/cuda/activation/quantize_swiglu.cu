@@ -5,7 +5,7 @@
 #include "cuda/activation/quantize_swiglu.h"
 
 #include "cuda/activation/activation.h"
-#include "cuda/activation/found_amaxes.h"
+#include "cuda/activation/required_amaxes.h"
 #include "cuda/activation/swiglu.cuh"
 #include "cuda/backend.h"
 #include "cuda/quantize/planned_cast.cuh"
@@ -57,7 +57,7 @@ Scratch scratch_of_h(const SwiGlu& of, const Execution& execution) {
 bool quantize_rows(const SwiGlu& of, const SwiGluArgs& args, const Operand& rowwise,
                    const Execution& execution) {
   if (rowwise.spec.transform > 0) return false;
-  const FoundAmaxes found(of.rows, of.width, {{nullptr, &rowwise, nullptr}, {}}, execution);
+  const RequiredAmaxes found(of.rows, of.width, {{nullptr, &rowwise, nullptr}, {}}, execution);
   const SwiGluAmaxes amaxes = found.amaxes();
   if (!amaxes.whole[1]) return false;
   const Scratch values = scratch_of_h(of, execution);
@@ -91,7 +91,7 @@ bool quantize_swiglu_in_one(const SwiGlu& of, const Operand* rowwise, const Oper
   const bool reads_h = scales_by_whole(rowwise) && scales_by_whole(columnwise);
   if (!reads_h && !finds_amaxes_of(rowwise, columnwise)) return false;
   const SwiGluOperands to = {{nullptr, rowwise, nullptr}, {nullptr, columnwise, nullptr}};
-  const FoundAmaxes amaxes(of.rows, of.width, to, execution);
+  const RequiredAmaxes amaxes(of.rows, of.width, to, execution);
   if (amaxes.is_empty()) return false;
   Operand row, col;
   if (rowwise) row = amaxes.given(*rowwise, 1, false);

@@ -9,7 +9,7 @@ namespace minifloat::cuda {
 struct GradientArgs;   // gradient_tile.cuh
 struct GradientPlans;  // gradient_plans.cuh
 struct QuantizeArgs;   // quantize/general.cuh
-struct SwiGluAmaxes;   // found_amaxes.h
+struct SwiGluAmaxes;   // required_amaxes.h
 struct SwiGluArgs;     // swiglu.cuh
 
 using LaunchSwiGluCast = void (*)(const SwiGluArgs& of, const QuantizeArgs& args,

@@ -5,10 +5,10 @@
 #include <utility>
 
 #include "cuda/activation/activation.h"
-#include "cuda/activation/found_amaxes.h"
 #include "cuda/activation/gradient_plans.cuh"
 #include "cuda/activation/gradient_tile.cuh"
 #include "cuda/activation/quantize_swiglu.h"
+#include "cuda/activation/required_amaxes.h"
 #include "cuda/backend.h"
 #include "cuda/quantize/planned_cast.cuh"
 
@@ -26,7 +26,7 @@ class GradientCasts {
 
   // Leaves the amaxes that are only reported to the kernel. Returns false where it cannot write an
   // operand.   amaxes: those of the rows of operands that are written as FP8
-  bool fit(const SwiGluOperands& to, const FoundAmaxes& amaxes) {
+  bool fit(const SwiGluOperands& to, const RequiredAmaxes& amaxes) {
     for (std::size_t i = 0; i < 3; ++i) {
       if (!casts_[i]) continue;
       QuantizeArgs& args = casts_[i]->args;
@@ -97,7 +97,7 @@ bool quantize_in_one(const SwiGlu& of, const void* dh, std::int64_t dh_stride,
   if (!launch) return false;
   const SwiGluOperands to = {{casts.gate_row, nullptr, casts.up_row},
                              {casts.gate_col, casts.h_col, casts.up_col}};
-  const FoundAmaxes amaxes(of.rows, of.width, to, execution);
+  const RequiredAmaxes amaxes(of.rows, of.width, to, execution);
   std::array<Operand, 6> given;
   SwiGluOperands complete = {};
   for (std::size_t i = 0; i < 3; ++i) {

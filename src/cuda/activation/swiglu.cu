@@ -75,7 +75,7 @@ struct GateAndUp {
   }
   // up: null: not stored
   __device__ __forceinline__ void store(T* gate, T* up, int count, bool is_aligned) {
-    both.name_nans();
+    both.canonicalize_nans();
     if constexpr (kInterleaved) {
       is_aligned&& count == kSwiGluVec ? both.store(gate) : both.store_some(gate, 2 * count);
     } else {
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kRowThreads)
                                                            of.form, FastReciprocal{});
 #pragma unroll
         for (int j = 0; j < kSwiGluVec; j += 2) out.set_pair(j, v[j], v[j + 1]);
-        out.name_nans();
+        out.canonicalize_nans();
       }
       if (of.is_aligned && count[i] == kSwiGluVec)
         out.store(h + col);
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kRowThreads, 4)
   }
   if (!args.weights) return;
   const float sum = sum_of_partials(partial);
-  if (threadIdx.x % 32 == 0 && at.has_place(of)) args.weights[at.place] = with_one_nan(sum);
+  if (threadIdx.x % 32 == 0 && at.has_place(of)) args.weights[at.place] = canonicalize_nan(sum);
 }
 
 // Calls launch<T, interleaved, has_limit, activation>() as the arguments have it.

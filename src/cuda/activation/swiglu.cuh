@@ -141,7 +141,7 @@ __device__ __forceinline__ Vec8<Bf16> h_of(const std::uint32_t (&gate)[kSwiGluVe
     out = values_of<kHasLimit, kActivation, !kHasLimit>(gate, up, weight, form);
   else
     out = values_of<kHasLimit, kActivation, false>(gate, up, weight, form);
-  out.name_nans();
+  out.canonicalize_nans();
   return out;
 }
 template <bool kHasLimit, Activation kActivation>

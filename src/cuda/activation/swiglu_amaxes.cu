@@ -3,8 +3,8 @@
 // reads.
 //
 //     bytes an element of h: 2 + 2 of gate and up; with h, 2
-#include "cuda/activation/found_amaxes.h"
 #include "cuda/activation/quantize_swiglu.h"
+#include "cuda/activation/required_amaxes.h"
 #include "cuda/activation/swiglu_tile.cuh"
 #include "cuda/activation/tile_amaxes.cuh"
 #include "cuda/common/layout.h"
@@ -36,7 +36,7 @@ __device__ __forceinline__ void raise_row(const WholeArgs& args, std::uint32_t u
   const bool is_of_warp = args.across.d % 32 == 0;
   if (is_of_warp) m = warp_max(m);
   if (!is_of_warp || threadIdx.x % 32 == 0)
-    atomicMax(args.rows + args.across.divide(u), canonical_magnitude(m));
+    atomicMax(args.rows + args.across.divide(u), canonicalize_nan_magnitude(m));
 }
 
 // Writes h and its amax, and those of its rows where kHasRows. A block takes a run of vec8s, of
@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 5)
     if constexpr (kHasRows) raise_row(args, u, of_vec);
     h.store(args.h + std::uint64_t{u} * kSwiGluVec);
   }
-  raise_by_block(args.amax, canonical_magnitude(larger_of_pair(largest)));
+  raise_by_block(args.amax, canonicalize_nan_magnitude(larger_of_pair(largest)));
 }
 
 template <bool kHasLimit, Activation kActivation>

@@ -43,7 +43,7 @@ struct Inputs {
 template <int kSteps>
 __device__ __forceinline__ void take(Vec8<Bf16>& d, Bf16* to, int step, std::uint32_t& row,
                                      ColumnAmaxes<kSteps, kPairs>& columns) {
-  d.name_nans();
+  d.canonicalize_nans();
   std::uint32_t magnitudes[kPairs];
 #pragma unroll
   for (int k = 0; k < kPairs; ++k) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void write_row(const GroupArgs& args, std::uint32_t r
   if (threadIdx.x % 32 != 0) return;
   args.gate.rows[row] = amax_of_gate;
   args.up.rows[row] = amax_of_up;
-  if (args.weights && place < of.rows) args.weights[place] = with_one_nan(sum);
+  if (args.weights && place < of.rows) args.weights[place] = canonicalize_nan(sum);
 }
 
 // Clears a tile's rows past the last group's end.   first: of the tile

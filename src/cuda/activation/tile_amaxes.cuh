@@ -10,7 +10,7 @@ namespace minifloat::cuda {
 __device__ __forceinline__ void raise_line(std::uint32_t m, std::uint32_t* of_line) {
   for (int lanes = 1; lanes < kVecColumns; lanes *= 2)
     m = max(m, __shfl_xor_sync(kAllLanes, m, lanes));
-  if (threadIdx.x % kVecColumns == 0) atomicMax(of_line, canonical_magnitude(m));
+  if (threadIdx.x % kVecColumns == 0) atomicMax(of_line, canonicalize_nan_magnitude(m));
 }
 
 // Raise the amaxes of the tile's rows, or of its columns, by 256 threads.   out: that of the first
@@ -30,7 +30,7 @@ __device__ __forceinline__ std::uint32_t raise_transformed_columns(const SharedT
     all = max(all, m);
     raise_line(m, out + column);
   });
-  return canonical_magnitude(all);
+  return canonicalize_nan_magnitude(all);
 }
 
 // Returns the largest magnitude of the thread's part of the tile: of its rows, or of its columns
@@ -44,7 +44,7 @@ __device__ __forceinline__ std::uint32_t amax_of_tile(const SharedTile<Bf16>& ti
     else
       m = max(m, vec.amax());
   });
-  return canonical_magnitude(m);
+  return canonicalize_nan_magnitude(m);
 }
 
 }  // namespace minifloat::cuda

@@ -324,7 +324,7 @@ void amax_of_values_and_columns(const TensorRef& x, const AmaxOf& columns, float
   clear(of_columns, 1, nullptr, stream);
   if (x.rows * x.cols == 0) return;
   AmaxesOfRows to = {};
-  to.straight.tensor = reinterpret_cast<std::uint32_t*>(of_values);
+  to.untransformed.tensor = reinterpret_cast<std::uint32_t*>(of_values);
   to.transformed = &columns;
   to.of_transformed = reinterpret_cast<std::uint32_t*>(of_columns);
   amaxes_of_rows(x, to, execution);
@@ -338,8 +338,8 @@ void amaxes_of_rows(const TensorRef& x, const AmaxesOfRows& of, const Execution&
                                .out = of.of_transformed,
                                .stream = stream,
                                .rows = of.columns,
-                               .straight = of.straight});
-  launch_panels<Bf16>(x, {of.columns, of.straight.rows, of.straight.tensor}, stream);
+                               .untransformed = of.untransformed});
+  launch_panels<Bf16>(x, {of.columns, of.untransformed.rows, of.untransformed.tensor}, stream);
 }
 
 }  // namespace minifloat::cuda

@@ -7,7 +7,7 @@
 namespace minifloat::cuda {
 
 // Untransformed amaxes of a matrix. Zero before.
-struct StraightAmaxes {
+struct UntransformedAmaxes {
   std::uint32_t* tensor;  // null: none is written
   std::uint32_t* rows;    // null: not written
 };
@@ -20,7 +20,7 @@ struct AmaxRequest {
   cudaStream_t stream;
   // Of a transformed columnwise operand of a matrix with a tensor's amax: what the same read finds.
   std::uint32_t* rows = nullptr;  // the amaxes of its rows as read
-  StraightAmaxes straight = {};
+  UntransformedAmaxes untransformed = {};
 };
 
 // Raises `out` by the magnitudes of transformed values.
@@ -29,7 +29,7 @@ void launch_transformed(const AmaxRequest& request);
 // The amaxes that a cast to NVFP4 reads where it writes rows as FP8, of a bf16 matrix. All are zero
 // before; null: not written.
 struct AmaxesOfRows {
-  StraightAmaxes straight;
+  UntransformedAmaxes untransformed;
   std::uint32_t* columns;         // of the columnwise operand's rows
   const AmaxOf* transformed;      // the columnwise operand; null: it is not transformed
   std::uint32_t* of_transformed;  // the tensor amax of transformed columns

@@ -26,7 +26,7 @@ __device__ __forceinline__ void raise_row(const TransformedArgs& args, std::uint
                                           const Place& at) {
   for (int lane = 1; lane < lanes; lane *= 2) m = max(m, __shfl_xor_sync(kAllLanes, m, lane));
   if (at.col / kVec % lanes == 0 && at.row < args.rows)
-    atomicMax(args.of_rows + at.all, canonical_magnitude(m));
+    atomicMax(args.of_rows + at.all, canonicalize_nan_magnitude(m));
 }
 
 // ---- By rows ------------------------------------------------------------------------------------
@@ -59,20 +59,20 @@ __global__ void __launch_bounds__(kThreads, 5)
     const std::uint32_t m = amax_of(vec);
     if (at.all >= layout.end_row) return;
     if (args.of_rows) {
-      atomicMax(args.of_rows + at.all, canonical_magnitude(m));
+      atomicMax(args.of_rows + at.all, canonicalize_nan_magnitude(m));
     } else if (at.batch == batch || all == 0) {
       all = max(all, m), batch = at.batch;
     } else {
-      atomicMax(args.of_parts + at.batch, canonical_magnitude(m));
+      atomicMax(args.of_parts + at.batch, canonicalize_nan_magnitude(m));
     }
   });
   if (args.of_rows) return;
   // Threads of a block with different matrices take different branches.
   const std::uint32_t first = layout.rows_of_matrix.divide(layout.first_row);
   if (layout.rows_of_matrix.divide(layout.end_row - 1) == first)
-    raise_by_block(args.of_parts + first, canonical_magnitude(all));
+    raise_by_block(args.of_parts + first, canonicalize_nan_magnitude(all));
   else
-    atomicMax(args.of_parts + batch, canonical_magnitude(all));
+    atomicMax(args.of_parts + batch, canonicalize_nan_magnitude(all));
 }
 
 // Takes groups. Blocks past the last group leave at once.
@@ -96,13 +96,14 @@ __global__ void __launch_bounds__(kThreads, 5)
     const std::uint32_t m = amax_of(vec);
     if (at.all >= layout.end_row) return;
     if (args.of_rows)
-      atomicMax(args.of_rows + at.all, canonical_magnitude(m));
+      atomicMax(args.of_rows + at.all, canonicalize_nan_magnitude(m));
     else if (is_mixed)
-      atomicMax(args.of_parts + group_of_row(args.groups, at.all), canonical_magnitude(m));
+      atomicMax(args.of_parts + group_of_row(args.groups, at.all), canonicalize_nan_magnitude(m));
     else
       all = max(all, m);
   });
-  if (!args.of_rows && !is_mixed) raise_by_block(args.of_parts + group, canonical_magnitude(all));
+  if (!args.of_rows && !is_mixed)
+    raise_by_block(args.of_parts + group, canonicalize_nan_magnitude(all));
 }
 
 // ---- By tiles -----------------------------------------------------------------------------------
@@ -116,10 +117,10 @@ __device__ __forceinline__ std::uint32_t largest_bits(const Vec16<Bf16>& vec) {
 
 // Raises the untransformed amaxes of a tile: of the tensor, and of each row where `rows` is not
 // null.
-__device__ __forceinline__ void take_straight_amax_of_tile(const SharedTile<Bf16>& shared,
-                                                           const TilePlace& tile,
-                                                           std::uint32_t count,
-                                                           const StraightAmaxes& to) {
+__device__ __forceinline__ void take_untransformed_amax_of_tile(const SharedTile<Bf16>& shared,
+                                                                const TilePlace& tile,
+                                                                std::uint32_t count,
+                                                                const UntransformedAmaxes& to) {
   std::uint32_t all = 0;
   shared.each_vec<false>([&](const auto& vec, unsigned row) {
     std::uint32_t m = largest_bits(vec);
@@ -134,11 +135,11 @@ __device__ __forceinline__ void take_straight_amax_of_tile(const SharedTile<Bf16
   __syncthreads();  // the next use of its shared memory waits
 }
 
-// straight: untransformed amaxes of a matrix, from the same read; null: none
+// untransformed: untransformed amaxes of a matrix, from the same read; null: none
 template <class T>
-__device__ __forceinline__ void take_amax_of_tile(const TransformedArgs& args, const KernelInput& x,
-                                                  const TilePlace& tile,
-                                                  const StraightAmaxes* straight = nullptr) {
+__device__ __forceinline__ void take_amax_of_tile(
+    const TransformedArgs& args, const KernelInput& x, const TilePlace& tile,
+    const UntransformedAmaxes* untransformed = nullptr) {
   extern __shared__ __align__(16) std::uint32_t words[];
   const SharedTile<T> shared = {words};
   if (x.aligned && tile.col + kTile <= x.cols)
@@ -150,8 +151,9 @@ __device__ __forceinline__ void take_amax_of_tile(const TransformedArgs& args, c
   shared.wait();
   if (args.signs.state) shared.flip_rows(flips);
   if constexpr (sizeof(T) == 2)
-    if (straight)
-      take_straight_amax_of_tile(shared, tile, static_cast<std::uint32_t>(x.rows), *straight);
+    if (untransformed)
+      take_untransformed_amax_of_tile(shared, tile, static_cast<std::uint32_t>(x.rows),
+                                      *untransformed);
   std::uint32_t all = 0;
   const std::uint32_t col = tile.row + threadIdx.x % kVecColumns * kVec;
   shared.template each_vec<true>([&](const auto& vec, unsigned row) {
@@ -161,7 +163,7 @@ __device__ __forceinline__ void take_amax_of_tile(const TransformedArgs& args, c
     const std::uint32_t of_all = tile.batch * args.rows + in_matrix;
     if (args.of_rows) raise_row(args, m, kVecColumns, {tile.batch, in_matrix, of_all, col, of_all});
   });
-  if (args.of_parts) raise_by_block(args.of_parts + tile.batch, canonical_magnitude(all));
+  if (args.of_parts) raise_by_block(args.of_parts + tile.batch, canonicalize_nan_magnitude(all));
 }
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
@@ -169,12 +171,12 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
                                 const __grid_constant__ Tiles tiles) {
   take_amax_of_tile<T>(args, args.x, tile_place(tiles));
 }
-// Takes both from one read of a bf16 matrix: the straight amaxes too.
+// Takes both from one read of a bf16 matrix: the untransformed amaxes too.
 __global__ void __launch_bounds__(kThreads, 5)
-    amax_of_straight_and_transformed(const __grid_constant__ TransformedArgs args,
-                                     const __grid_constant__ StraightAmaxes straight,
-                                     const __grid_constant__ Tiles tiles) {
-  take_amax_of_tile<Bf16>(args, args.x, tile_place(tiles), &straight);
+    amax_with_and_without_transform(const __grid_constant__ TransformedArgs args,
+                                    const __grid_constant__ UntransformedAmaxes untransformed,
+                                    const __grid_constant__ Tiles tiles) {
+  take_amax_of_tile<Bf16>(args, args.x, tile_place(tiles), &untransformed);
 }
 // Takes groups. Blocks past the last group leave at once.
 template <class T>
@@ -213,10 +215,10 @@ void launch_columns(const TransformedArgs& args, const AmaxRequest& r) {
     allow_shared(kernel, kBytes, "amax");
     kernel<<<grid, kThreads, kBytes, r.stream>>>(args,
                                                  tile_order(args.x, tiles.down.d, tiles.across.d));
-  } else if (r.straight.tensor) {
+  } else if (r.untransformed.tensor) {
     constexpr std::size_t kBf16Bytes = SharedTile<Bf16>::kBytes;
-    amax_of_straight_and_transformed<<<grid, kThreads, kBf16Bytes, r.stream>>>(args, r.straight,
-                                                                               tiles);
+    amax_with_and_without_transform<<<grid, kThreads, kBf16Bytes, r.stream>>>(args, r.untransformed,
+                                                                              tiles);
   } else {
     const auto kernel = amax_of_transformed_columns<T>;
     allow_shared(kernel, kBytes, "amax");

@@ -230,9 +230,9 @@ __device__ __forceinline__ Codes<F> encode_fp8_stochastic(const Vec16<T>& vec, f
     const float v[4] = {vec[4 * i] * factor, vec[4 * i + 1] * factor, vec[4 * i + 2] * factor,
                         vec[4 * i + 3] * factor};
     if constexpr (kIsE4m3<F>)
-      out.w[i] = with_one_nan<F>(cvt_rs_e4m3x4(v, bits.w[i]));
+      out.w[i] = canonicalize_nan<F>(cvt_rs_e4m3x4(v, bits.w[i]));
     else
-      out.w[i] = with_one_nan<F>(cvt_rs_e5m2x4(v, bits.w[i]));
+      out.w[i] = canonicalize_nan<F>(cvt_rs_e5m2x4(v, bits.w[i]));
   }
 #else
   if (vec.amax() >= Float32::kExponent || magnitude_bits(factor) >= Float32::kExponent)

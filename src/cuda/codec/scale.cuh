@@ -27,9 +27,9 @@ struct BlockScale : minifloat::BlockScale {
   bool takes_fast_path = false;
 };
 
-// Returns x / 6 to nearest, for an x of at least 2^-90: x times the float below 1/6, plus x times
-// the rest of 1/6. Before its last rounding the sum is within 2^-47 of x / 6, which is no nearer
-// than 1/6 of a last place to where floats round.
+// Returns x / 6 to nearest, for an x of at least 2^-90: x times the float nearest 1/6, plus x times
+// what that float lacks of 1/6, a negative number. Before its last rounding the sum is within 2^-47
+// of x / 6, which is no nearer than 1/6 of a last place to where floats round.
 __device__ __forceinline__ float divide_by_six(float x) {
   constexpr double kSixth = 1.0 / 6.0;
   constexpr float kHigh = static_cast<float>(kSixth);

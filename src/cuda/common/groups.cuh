@@ -13,7 +13,7 @@
 //
 //     columns       0        kTile      2 kTile
 //     groups        | group 0   | 1 |   group 2 …
-//     tiles         |  0   |  1 | 3 | 5 |  6  …     group e has those from P_e / kTile + e on
+//     tiles         |  0   |  1 | 2 | 3 |  4  …     group e has those from P_e / kTile + e on
 #pragma once
 
 #include <cstdint>
@@ -90,7 +90,7 @@ __device__ __forceinline__ std::uint32_t find_group_of_row(const DeviceGroups& g
 }
 
 // ---- By rows ------------------------------------------------------------------------------------
-// Ends a launch at the last group. Returns whether the block has rows there.
+// Limits layout.end_row to the end of the last group. Returns whether the block has rows before it.
 template <int kVecsOfThread = kVecsOfRows>
 __device__ __forceinline__ bool end_at_last_group(const DeviceGroups& groups, RowVecs& layout) {
   if (!groups) return true;

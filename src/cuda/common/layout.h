@@ -101,8 +101,8 @@ void allow_shared(Kernel kernel, std::size_t bytes, const char* name) {
           name);
 }
 
-// Returns the blocks that the device runs at once, `most` at most: the grid of a kernel whose
-// blocks take rows in turn, because only the device has their number.   shared: dynamic
+// Returns the grid of a persistent kernel: the blocks that are resident at once, at most `most`.
+// They loop over rows, whose number only the device knows.   shared: dynamic
 template <class Kernel>
 unsigned resident_grid(Kernel kernel, std::int64_t most, std::size_t shared, const char* name) {
   int device = 0, processors = 0, blocks = 0;

@@ -4,8 +4,8 @@
 //     by rows       lanes of 8 hold the 128 points of a transform: each has a mask of 16
 //     by tiles      a row of x is one point of every column: SharedTile::flip_rows, or in registers
 //
-// Kernels of other transforms have constant signs. They take +eden's as well, of values that were
-// flipped where the two differ.
+// Other kernels apply constant signs. For +eden they first flip the elements whose two signs
+// differ.
 #pragma once
 
 #include <cstdint>

@@ -350,7 +350,7 @@ __device__ __forceinline__ Vec16<Bf16> hadamard_vec(const Elements& vec, int poi
 }
 
 // Replaces each NaN by the one that every backend writes.
-__device__ __forceinline__ std::uint32_t canonical_magnitude(std::uint32_t bits) {
+__device__ __forceinline__ std::uint32_t canonicalize_nan_magnitude(std::uint32_t bits) {
   return bits > Float32::kExponent ? Float32::kNanBits : bits;
 }
 

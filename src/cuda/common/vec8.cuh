@@ -49,17 +49,17 @@ struct Vec8 {
     for (int i = 0; i < kColumns; ++i)
       if (i < count) to[i] = bits(i);
   }
-  // Rounds two neighbours. A NaN of bf16 has other bits until name_nans.
+  // Rounds two neighbours. A NaN of bf16 has other bits until canonicalize_nans.
   __device__ __forceinline__ void set_pair(int i, float first, float second) {
     if constexpr (sizeof(T) == 4) {
-      w[i] = bit_cast<std::uint32_t>(with_one_nan(first));
-      w[i + 1] = bit_cast<std::uint32_t>(with_one_nan(second));
+      w[i] = bit_cast<std::uint32_t>(canonicalize_nan(first));
+      w[i + 1] = bit_cast<std::uint32_t>(canonicalize_nan(second));
     } else {
       w[i / 2] = cvt_bf16x2(first, second);
     }
   }
   // Gives each NaN the bits that every backend writes. The conversion's NaN is 0x7FFF.
-  __device__ __forceinline__ void name_nans() {
+  __device__ __forceinline__ void canonicalize_nans() {
     if constexpr (sizeof(T) == 2) {
       std::uint32_t carries = 0;
 #pragma unroll

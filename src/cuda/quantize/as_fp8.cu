@@ -65,8 +65,8 @@ class RowAmaxes {
             const Execution& execution) const {
     check(cudaMemsetAsync(memory_.as<void>(), 0, bytes(), cuda_stream(execution)), "quantize");
     AmaxesOfRows to = {};
-    if (rowwise || !is_transformed_) to.straight.tensor = bits();
-    if (of_rows_ > 0) to.straight.rows = bits() + kTensors;
+    if (rowwise || !is_transformed_) to.untransformed.tensor = bits();
+    if (of_rows_ > 0) to.untransformed.rows = bits() + kTensors;
     if (of_columns_ > 0) to.columns = bits() + kTensors + of_rows_;
     AmaxOf of_columns;
     if (is_transformed_) {

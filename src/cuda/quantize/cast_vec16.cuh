@@ -79,16 +79,16 @@ __device__ __forceinline__ std::uint32_t random_row(const KernelOperand& plan, s
                       : static_cast<std::uint32_t>(plan.origin_row + row);
 }
 
-// Encodes a vec16.   pending_factor: a further factor of the elements, a power of two
+// Encodes a vec16.   transform_factor: a further factor of the elements, a power of two
 template <class F, bool kStochastic, class T>
 __device__ __forceinline__ Codes<F> encode_in_block(const KernelOperand& plan, ScaleRule rule,
                                                     const Vec16<T>& vec, const BlockScale& block,
                                                     const RandomBits& bits,
-                                                    float pending_factor = 1.0f) {
+                                                    float transform_factor = 1.0f) {
   const bool delayed = rule == ScaleRule::kTensor && plan.delayed;
   return encode_vec<F, kStochastic>(
       vec,
-      {block.encode * pending_factor, has_zero_codes(rule, block.code), delayed,
+      {block.encode * transform_factor, has_zero_codes(rule, block.code), delayed,
        block.takes_fast_path},
       bits);
 }

@@ -39,7 +39,7 @@ __device__ __forceinline__ void raise_amax(const KernelOperand& plan,
   std::uint32_t of_tile = 0;
   shared.template each_vec<kTransposed>([&](const auto& vec, unsigned row) {
     std::uint32_t m = transform<Bf16>(plan, vec).amax();
-    if (plan.points > 0) m = canonical_magnitude(m);
+    if (plan.points > 0) m = canonicalize_nan_magnitude(m);
     of_tile = max(of_tile, m);
     if (!of_rows) return;
     m = amax_of_lanes(m, 3);

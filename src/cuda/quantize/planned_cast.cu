@@ -37,7 +37,7 @@ bool leave_amax_to_cast(PlannedOperand& d, bool is_alone) {
   if (!d.needs_amax()) return true;
   if (d.only_reports())
     d.amax_from = AmaxFrom::kCast;
-  else if (is_alone && d.needs_straight_amax(true))
+  else if (is_alone && d.needs_untransformed_amax(true))
     d.amax_from = AmaxFrom::kRow;
   else
     return false;
@@ -213,10 +213,10 @@ void PlannedCast::find_amaxes(std::byte* scratch, const Execution& execution) {
 // Reads x as few times as there are amaxes that no other read finds.
 void PlannedCast::read_amaxes(const Execution& execution) const {
   const bool of_row = row.amax_from == AmaxFrom::kRead, of_col = col.amax_from == AmaxFrom::kRead;
-  if (row.needs_straight_amax(true) && col.needs_straight_amax(true))
+  if (row.needs_untransformed_amax(true) && col.needs_untransformed_amax(true))
     return amax_of_rows_and_columns(x, row.current(), col.current(), execution);
   const bool is_one_matrix = x.dtype == DType::kBFloat16 && x.batch == 1 && !x.groups;
-  if (is_one_matrix && row.needs_straight_amax(false) && !row.has_history() && of_col &&
+  if (is_one_matrix && row.needs_untransformed_amax(false) && !row.has_history() && of_col &&
       !col.is_of_rows() && !col.has_history())
     return amax_of_values_and_columns(x, col.amax_of(), row.current(), col.current(), execution);
   if (of_row) cuda::amax(x, row.amax_of(), row.current(), execution);

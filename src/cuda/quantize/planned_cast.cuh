@@ -1,19 +1,19 @@
-// The plan of a cast: its kernel, what that is passed, and who finds the amaxes that it scales by
-// or reports. Planning allocates and launches nothing.
+// The plan of a cast: its kernel, the kernel's arguments, and the step that computes each amax.
+// Planning allocates and launches nothing.
 #pragma once
 
 #include "cuda/quantize/general.cuh"
 
 namespace minifloat::cuda {
 
-// Who finds the current amax of a direction.
+// The step that computes the current amax of a direction.
 enum class AmaxFrom : std::uint8_t {
   kCaller,   // the caller passed what is needed, or nothing is
   kRead,     // a read of x before the cast
   kCast,     // the cast, which raises it as it reads x; it is cleared before
   kCluster,  // a cast by one cluster, which clears and raises it before it encodes
-  kRow,      // a cast of whole rows, which keeps it to itself
-  kOther     // whoever finds that of the other direction, which is the same
+  kRow,      // a cast of whole rows, in registers; no other kernel reads it
+  kOther     // the step of the other direction, whose amax is the same
 };
 
 // One direction of a cast, and its amaxes: of matrices, groups or rows.
@@ -34,11 +34,11 @@ class PlannedOperand {
   bool has_history() const { return count_ > 0 && operand_->history.first; }
   bool is_of_rows() const { return operand_->spec.has_row_amax(); }
   // Returns whether the amaxes are those of values as read, of each row or of all.
-  bool needs_straight_amax(bool of_rows) const {
+  bool needs_untransformed_amax(bool of_rows) const {
     return needs_amax() && operand_->spec.transform == 0 && is_of_rows() == of_rows;
   }
   // Returns whether the caller passed the active amax, and the current one is only reported.
-  bool only_reports() const { return needs_straight_amax(false) && operand_->given_amax; }
+  bool only_reports() const { return needs_untransformed_amax(false) && operand_->given_amax; }
   // Returns whether one direction can raise the histories of both: they have the same amaxes.
   bool can_raise_with(const PlannedOperand& other) const {
     return has_history() && other.has_history() &&
@@ -97,7 +97,7 @@ struct PlannedCast {
   bool is_empty() const;
   // Returns whether both directions need the same amax: that of all values, untransformed.
   bool shares_amax() const {
-    return row.needs_straight_amax(false) && col.needs_straight_amax(false);
+    return row.needs_untransformed_amax(false) && col.needs_untransformed_amax(false);
   }
   // Leaves the amaxes to a preset kernel, which may compute the values that it casts. Returns false
   // where the kernel cannot find one that the scales need, or its conditions do not hold.

@@ -1,5 +1,6 @@
-// The common parts of preset kernels: bf16, sizes of whole vec16s or tiles, scales rounded as by
-// presets. Rule, rounding and block are compiled in, and no kernel checks for edges.
+// The common parts of preset kernels. Rule, rounding and block are fixed at compile time. Inputs
+// are whole vec16s or whole tiles, of bf16, in some kernels of fp32. Only tiles of groups have
+// edges.
 #pragma once
 
 #include "cuda/codec/fp4_as_fp8.cuh"
@@ -144,7 +145,7 @@ template <class T>
 struct TransformedVec {
   Vec16<T> vec;
   std::uint32_t amax;
-  float pending_factor;
+  float transform_factor;
 };
 using Transformed16 = TransformedVec<Bf16>;
 template <class C>
@@ -170,7 +171,7 @@ __device__ __forceinline__ Transformed16 transform_preset(const Elements& x) {
     } else {
       t.vec = round_vec(v, 0.25f);
       t.amax = t.vec.amax();
-      t.pending_factor = 1.0f;
+      t.transform_factor = 1.0f;
     }
     return t;
   } else {
@@ -223,7 +224,7 @@ __device__ __forceinline__ void encode_and_store(const KernelOperand& plan,
                                                  std::uint8_t* to, std::uint64_t at,
                                                  [[maybe_unused]] float row_factor = 1.0f) {
   const Codes<typename C::F> codes = encode_in_block<typename C::F, C::kStochastic>(
-      plan, C::kRule, transformed.vec, block, bits, transformed.pending_factor);
+      plan, C::kRule, transformed.vec, block, bits, transformed.transform_factor);
   if constexpr (C::kAsFp8) {
     // Under a NaN scale the codes are 6 without signs, and 6 times it is NaN.
     *reinterpret_cast<uint4*>(to) =

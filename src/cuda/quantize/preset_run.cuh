@@ -1,4 +1,5 @@
-// A preset cast of a run of vec16s: rows without gaps, of matrices or of groups.
+// A preset cast of the vec16s of rows, numbered from 0 on: of matrices without gaps, or of groups,
+// whose rows may lie anywhere.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +8,7 @@
 
 namespace minifloat::cuda {
 
-// Matrices without gaps, as one run of vec16s.
+// The vec16s of all rows of x, numbered row after row.
 struct VecRun {
   const uint4* x;
   std::uint32_t count;

@@ -1,6 +1,6 @@
 // The preset casts, and which kernels are compiled for each. A preset's cast is one row of Table; a
-// kernel is found for its rows by find_preset. A pair's kernel by tiles also casts columnwise
-// alone: it leaves out the other direction.
+// kernel is found for its rows by find_preset. The tile kernels of kWalksOfColumns also cast
+// columnwise alone, unless the rowwise cast has 2D blocks.
 #pragma once
 
 #include <type_traits>

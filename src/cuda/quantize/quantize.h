@@ -31,9 +31,9 @@ void launch_general_reading_values(const QuantizeArgs& args, const Execution& ex
 LaunchCast find_whole_rows(const QuantizeArgs& args);
 LaunchCast find_rows_and_amaxes_of_columns(const QuantizeArgs& args);
 
-// Preset kernels of bf16: rowwise, matrices of whole vec16s; or columnwise, and rowwise as well
-// where that is cast, matrices of whole tiles. Directions with KernelOperand::row_scale are written
-// as FP8.
+// Preset kernels of bf16 matrices. find_preset_rows: rowwise, rows of whole vec16s.
+// find_preset_tiles: columnwise or both directions, whole tiles. Directions with
+// KernelOperand::row_scale are written as FP8.
 LaunchCast find_preset_rows(const QuantizeArgs& args);
 LaunchCast find_preset_tiles(const QuantizeArgs& args);
 

@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kRowThreads) add_rows(const __grid_constant__ 
     Vec8<T> out = {};
 #pragma unroll
     for (int j = 0; j < kSwiGluVec; j += 2) out.set_pair(j, sum[v][j], sum[v][j + 1]);
-    out.name_nans();
+    out.canonicalize_nans();
     T* const to = static_cast<T*>(args.to) + at + before;
     if (args.is_aligned && count == kSwiGluVec)
       out.store(to);

@@ -70,7 +70,7 @@ __device__ __forceinline__ void round_as_asked(const ShardEntry& e, Vec16<float>
 // Returns the amax of master values. A NaN that was rounded has the CPU's bits; one that was not
 // keeps its bits.
 __device__ __forceinline__ std::uint32_t magnitude_in(const ShardEntry& e, std::uint32_t bits) {
-  return e.rounds ? canonical_magnitude(bits) : bits;
+  return e.rounds ? canonicalize_nan_magnitude(bits) : bits;
 }
 
 __device__ __forceinline__ float load_element(const ShardEntry& e, std::int64_t i) {

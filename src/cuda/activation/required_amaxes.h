@@ -36,11 +36,12 @@ struct SwiGluAmaxes {
   }
 };
 
-class FoundAmaxes {
+// The amaxes that the casts need and the caller has not passed, and their memory.
+class RequiredAmaxes {
  public:
   // rows, cols: of each matrix
-  FoundAmaxes(std::int64_t rows, std::int64_t cols, const SwiGluOperands& to,
-              const Execution& execution)
+  RequiredAmaxes(std::int64_t rows, std::int64_t cols, const SwiGluOperands& to,
+                 const Execution& execution)
       : rows_(rows), cols_(cols) {
     for (std::size_t i = 0; i < 3; ++i) {
       place(to.row[i], i, false);
