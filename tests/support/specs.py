@@ -46,6 +46,15 @@ ROWS_RECIPE = (
     "fprop=nvfp4/row*nvfp4/16x16 dgrad=nvfp4/row+sr*nvfp4/16x16 "
     "wgrad=nvfp4/row+sr+rht*nvfp4/row+rht"
 )
+# Backward reads the values of fprop's codes: drawn, under amaxes of earlier steps, transformed, or
+# such as an FP8 product could read.
+OF_FORWARD_RECIPES = [
+    "fprop=nvfp4/row+sr*nvfp4+sr dgrad=bf16*fprop.w wgrad=bf16*fprop.x",
+    "fprop=e4m3/tensor+delayed*e4m3/tensor+delayed dgrad=e5m2/tensor+delayed*fprop.w "
+    "wgrad=mxfp8*fprop.x",
+    "fprop=mxfp4+rht*mxfp4+rht dgrad=bf16*fprop.w wgrad=bf16*fprop.x",
+    "fprop=nvfp4+pow2*nvfp4+pow2 dgrad=nvfp4+sr*fprop.w wgrad=bf16*fprop.x",
+]
 
 
 def has_bf16_values(spec: str) -> bool:

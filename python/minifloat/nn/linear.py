@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from .._native import ops
 from ..checks import require_bool, require_int, require_text
 from ..private_torch import is_transformed, tracing_state
-from ..recipe import Recipe
+from ..recipe import FORWARD_W, Recipe
 from ..tensor.directions import require_nearest
 from ..tensor.quantized_tensor import QuantizedTensor
 from .accumulation import TAKER, take_gradients, weight_sums
@@ -296,14 +296,21 @@ def restore_linear(module: Linear) -> None:
 # ---- primary weights -----------------------------------------------------------------------------
 
 
+def specs_of_weight(recipe: Recipe) -> tuple[str, str | None]:
+    """Returns the specs of W's rowwise and columnwise codes; None: dgrad reads the rowwise ones."""
+    col = recipe.dgrad.b
+    return recipe.fprop.b, None if col == FORWARD_W else col
+
+
 def reason_against_recipe(recipe: Recipe) -> str | None:
     """Returns why a recipe does not read the codes of a QuantizedTensor; None where it does."""
-    specs = recipe.fprop.b, recipe.dgrad.b
+    specs = specs_of_weight(recipe)
     if "bf16" in specs:
         return f"{recipe} reads the weight in high precision"
     try:
         for spec in specs:
-            require_nearest(spec, False)
+            if spec is not None:
+                require_nearest(spec, False)
     except ValueError as error:
         return str(error)
     return None
@@ -329,7 +336,7 @@ def make_primary(
     is_row_major: bool = False,
 ) -> None:
     """Replaces parameters of a converted module by QuantizedTensors: a weight, or 3D ones."""
-    row, col = recipe.fprop.b, recipe.dgrad.b
+    row, col = specs_of_weight(recipe)
     specs = (col, row) if is_row_major else (row, col)  # of the parameter as it lies in memory
     for name in names:
         weight = module.get_parameter(name)
