@@ -57,7 +57,7 @@ std::vector<Tensor> operands_of_tokens(const PreparedRecipe& recipe, const Tenso
 
 // Returns whether all products of x can read one cast of x.
 bool read_one_cast(const std::vector<const PreparedRecipe*>& recipes, Place place) {
-  bool is_one = is_shared(recipes[0]->specs[place]);
+  bool is_one = is_shared(recipes[0]->spec_of_codes(place));
   for (const PreparedRecipe* other : recipes) is_one &= other->text == recipes[0]->text;
   return is_one;
 }
