@@ -117,9 +117,9 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
 
 // Quantizes both directions of x (rows, cols) by one cast, as plan_cast plans. bf16 directions
 // are x itself and its transposed view. A columnwise one whose values are those of fprop's codes
-// has the rowwise codes; see values_of_forward. A shard's bytes are the whole's at that place: the cast
-// takes the shard's origin and the amaxes of all ranks. The current amaxes of delayed operands are
-// in the histories when it returns.
+// has the rowwise codes; see values_of_forward. A shard's bytes are the whole's at that place: the
+// cast takes the shard's origin and the amaxes of all ranks. The current amaxes of delayed operands
+// are in the histories when it returns.
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
                          const Needed& col, const ModuleState& state);
 

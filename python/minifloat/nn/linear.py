@@ -23,6 +23,7 @@ from .accumulation import TAKER, take_gradients, weight_sums
 from .cache.operand_cache import SharedInput, conditions_of, weight_codes
 from .convert.fast_paths import disable_fast_path, enable_fast_path
 from .registry import GatherPlan, WeightGather, distributed_functions, is_distributed
+from .shared_amax import AmaxGroup
 from .state.model_state import share_random_state
 from .state.recipe_state import (
     DEFAULT_DELAYED,
@@ -101,6 +102,8 @@ class Linear(RecipeState, nn.Linear):
     shared_input: SharedInput | None
     # How FSDP2 gathers the weight as codes; None: in the compute dtype.
     gather_plan: GatherPlan | None = None
+    # The layers whose weights share this one's amax; None: it has its own.
+    amax_group: AmaxGroup | None = None
 
     def __init__(
         self,
@@ -134,6 +137,8 @@ class Linear(RecipeState, nn.Linear):
         weight, is_compiling = parameter_of(self, "weight"), torch.compiler.is_compiling()
         sums = weight_sums(self, weight)
         if is_distributed(weight):
+            if self.amax_group is not None:
+                self.amax_group.weights(self.recipe)  # raises an error
             return distributed_functions.forward(self, input)
         if not weight.is_contiguous():
             weight = weight.contiguous()
@@ -143,7 +148,12 @@ class Linear(RecipeState, nn.Linear):
         # An argument left out takes less time than its default.
         given = self.op_state(weight.device)
         history = given.get("amax_history")
-        operands = weight_operands(weight, recipe, needs_gradient(input), history)
+        has_dgrad = needs_gradient(input)
+        operands = (
+            weight_operands(weight, recipe, has_dgrad, history)
+            if self.amax_group is None
+            else self.amax_group.operands(self, input, has_dgrad)
+        )
         if operands is not None:
             given["weight_operands"] = operands
         if not is_compiling and type(input) is Tensor and not input.is_meta:
@@ -253,6 +263,7 @@ def adopt(
     module = cast(Linear, module)
     module.shared_input = None
     module.gather_plan = gather_plan
+    module.amax_group = None
     module.weight_gather = None
     module._forget()
     return module
