@@ -5,6 +5,7 @@ sums of the products are exact, log-probabilities are equal; elsewhere each laye
 the bound of its sums.
 """
 
+import copy
 from itertools import pairwise
 
 import minifloat as mf
@@ -124,3 +125,37 @@ def test_each_token_is_quantized_alone():
         model.embed.weight[0] *= 1000
         y = model.layers[0](model.embed(torch.tensor([0, 5, 6, 7])))
         assert torch.equal(y[1:], model.layers[0](model.embed(torch.tensor([1, 5, 6, 7])))[1:])
+
+
+class Mixture(nn.Module):
+    """A linear layer with a bias, a feed-forward that may be one op, and experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(128, 128)
+        self.w1, self.w3 = (nn.Linear(128, 256, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(256, 128, bias=False)
+        self.moe = mf.MoE(128, 64, 4, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = x + self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return x + self.moe(x)
+
+
+@pytest.mark.parametrize("recompute", [None, "weight"])
+def test_compiled_code_and_recomputed_weights_give_the_same_bits(recompute):
+    torch.manual_seed(3)
+    model, x = Mixture().bfloat16(), torch.randn(32, 128).bfloat16()
+    other = copy.deepcopy(model)
+    mf.quantize_(model, "nvfp4_served", keep="nothing")
+    mf.quantize_(other, "nvfp4_served", keep="nothing", recompute=recompute)
+    other.compile(backend="aot_eager", fullgraph=True)
+    found = []
+    for each in (model, other):
+        leaf = x.clone().requires_grad_()
+        y = each(leaf)
+        used = [p for p in each.parameters() if p.requires_grad]
+        found.append([y, *torch.autograd.grad(y.float().square().mean(), [leaf, *used])])
+    for got, want in zip(*found):
+        assert torch.equal(got, want)

@@ -168,11 +168,18 @@ def test_refusals():
 
 
 def check_ranks(rank):
-    """FSDP2 gathers the layers together, in the compute dtype; a cut weight is refused."""
+    """FSDP2 gathers the layers together, in the compute dtype; a cut weight is refused.
+
+    Masters in float32 are rounded to it before their amaxes are found: bfloat16 rounds them back.
+    """
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     alone, x = converted("nvfp4_served"), inputs()
+    masters = converted("nvfp4_served").float()
+    with torch.no_grad():
+        for p in masters.parameters():
+            p *= 1 + 2.0**-10 * (torch.rand_like(p) - 0.5)
     sharded = fully_shard(
-        converted("nvfp4_served").float(),
+        masters,
         mesh=mesh,
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16),
     )
