@@ -46,9 +46,11 @@ ROWS_RECIPE = (
     "fprop=nvfp4/row*nvfp4/16x16 dgrad=nvfp4/row+sr*nvfp4/16x16 "
     "wgrad=nvfp4/row+sr+rht*nvfp4/row+rht"
 )
-# Backward reads the values of fprop's codes: drawn, under amaxes of earlier steps, transformed, or
-# such as an FP8 product could read.
+# Backward reads the values of fprop's codes: under a tensor's amax, drawn, under amaxes of earlier
+# steps, transformed, or such as an FP8 product could read.
+OF_FORWARD_RECIPE = "fprop=e4m3/tensor*e4m3/tensor dgrad=bf16*fprop.w wgrad=bf16*fprop.x"
 OF_FORWARD_RECIPES = [
+    OF_FORWARD_RECIPE,
     "fprop=nvfp4/row+sr*nvfp4+sr dgrad=bf16*fprop.w wgrad=bf16*fprop.x",
     "fprop=e4m3/tensor+delayed*e4m3/tensor+delayed dgrad=e5m2/tensor+delayed*fprop.w "
     "wgrad=mxfp8*fprop.x",
