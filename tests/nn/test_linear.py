@@ -14,6 +14,7 @@ from tests.support.specs import (
     OF_FORWARD_RECIPES,
     ROWS_RECIPE,
     stream_of,
+    untransformed,
 )
 
 RECIPES = [
@@ -66,18 +67,8 @@ def of_backward(x: torch.Tensor, spec: str, of_forward: str, name: str) -> torch
         return operand(x, spec, True, f"{name}/{'dgrad' if name == 'w' else 'wgrad'}")
     values = operand(x, of_forward, False, f"{name}/fprop")
     if points := mf.spec.Spec.parse(of_forward).transform:
-        signs = torch.tensor([-1.0 if 0xD7E8 >> (i % 16) & 1 else 1.0 for i in range(points)])
-        rows = values.unflatten(1, (-1, points)) @ sylvester(points) / points**0.5
-        values = (rows * signs).flatten(1)[:, : x.shape[1]]
+        values = untransformed(values, points)[:, : x.shape[1]]
     return values.to(x.dtype).double().t()
-
-
-def sylvester(points: int) -> torch.Tensor:
-    """Returns the Hadamard matrix of 1 and -1, float64."""
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while len(h) < points:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
-    return h
 
 
 def reference(recipe: mf.Recipe, x, w, g):

@@ -1,5 +1,6 @@
 """The specs that tests of one operand run over: every format, scale rule and block."""
 
+import torch
 from minifloat._native import ops
 
 # Every element format and block, with every rounding of its scale. Tests add `+sr` and transforms.
@@ -75,3 +76,12 @@ def stream_of(spec: str, operand: str) -> int:
         return ops.stream(operand)
     is_second = operand in ("w/fprop", "w/dgrad", "x/wgrad")
     return ops.stream(operand.split("/")[1]) & ~1 | is_second
+
+
+def untransformed(rows: torch.Tensor, points: int) -> torch.Tensor:
+    """Undoes the randomised Hadamard transform of rows (M, whole transforms), in float64."""
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < points:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    signs = torch.tensor([-1.0 if 0xD7E8 >> (i % 16) & 1 else 1.0 for i in range(points)])
+    return (rows.unflatten(1, (-1, points)) @ h / points**0.5 * signs).flatten(1)
