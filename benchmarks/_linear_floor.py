@@ -41,7 +41,7 @@ def family(spec: str) -> str:
 def value_bytes(product: mf.recipe.Product) -> int:
     """Returns the bytes an element of values that the product reads; 0: it reads the codes."""
     specs = (product.a, product.b)
-    if all(spec == "bf16" for spec in specs) or all(family(spec) for spec in specs):
+    if all(Spec.parse(spec).is_bf16 for spec in specs) or all(family(spec) for spec in specs):
         return 0
     return 1 if all(Spec.parse(spec).is_fp4_by_powers_of_two for spec in specs) else 2
 
@@ -79,7 +79,7 @@ def cast_bytes(
     stays: whether the matrix is in a cache after the read for an amax.
     """
     rows, cols = shape
-    if row_spec == col_spec == "bf16":
+    if Spec.parse(row_spec).is_bf16 and Spec.parse(col_spec).is_bf16:
         return 0
     total = 2 * rows * cols
     if not stays and (amax_first(row_spec, False) or amax_first(col_spec, True)):
@@ -88,7 +88,7 @@ def cast_bytes(
         (row_spec, row, (rows, cols), False),
         (col_spec, col, (cols, rows), saved),
     ):
-        if spec == "bf16":
+        if Spec.parse(spec).is_bf16:
             continue
         values = value_bytes(product) * r * c
         codes = code_bytes(spec, r, c)
@@ -115,7 +115,12 @@ def counted_ms(recipe: mf.Recipe, shape: tuple[int, int, int], experts: int) -> 
     """Returns the ms of the products and of the casts, by the rates above."""
     m, k, n = shape
     three = recipe.fprop, recipe.dgrad, recipe.wgrad
-    rates = [BF16_RATE if "bf16" in (p.a, p.b) or value_bytes(p) == 2 else FP8_RATE for p in three]
+    rates = [
+        BF16_RATE
+        if Spec.parse(p.a).is_bf16 or Spec.parse(p.b).is_bf16 or value_bytes(p) == 2
+        else FP8_RATE
+        for p in three
+    ]
     products = sum(2 * m * n * k / rate for rate in rates)
     return products, fewest_bytes(recipe, shape, experts, has_cache=True) / COPY_RATE
 

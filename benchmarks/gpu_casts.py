@@ -211,7 +211,9 @@ def preset_cases() -> list[Case]:
     for name in mf.presets():
         r = mf.Recipe(name)
         for pair in ((r.fprop.a, r.wgrad.b), (r.fprop.b, r.dgrad.b), (r.dgrad.a, r.wgrad.a)):
-            row, col = (spec.replace("+delayed", "").replace("bf16", "") for spec in pair)
+            row, col = (
+                "" if Spec.parse(spec).is_bf16 else spec.replace("+delayed", "") for spec in pair
+            )
             parsed = [Spec.parse(spec) for spec in (row, col) if spec]
             if not parsed:
                 continue

@@ -33,6 +33,10 @@ constexpr std::array kPresets = {
     Preset{"mxfp8_nvfp4", "mxfp8*mxfp8", "nvfp4+sr*nvfp4/16x16", "nvfp4+sr+rht*nvfp4+rht"},
     Preset{"nvfp4_mxfp8", "nvfp4*nvfp4/16x16", "mxfp8*mxfp8", "mxfp8*mxfp8"},
     Preset{"w4a8", "e4m3/row*mxfp4", "e4m3/row*e4m3/row", "e4m3/row*e4m3/row"},
+    Preset{"nvfp4_served", "nvfp4/row*nvfp4", "bf16*fprop.w", "bf16*fprop.x"},
+    Preset{"mxfp4_weights_served", "bf16*mxfp4", "bf16*fprop.w", "bf16*bf16"},
+    Preset{"fp8_blockwise_served", "e4m3/1x128+exact*e4m3/128x128+exact", "bf16*fprop.w",
+           "bf16*fprop.x"},
 };
 
 Recipe from_preset(const Preset& preset) {
@@ -55,6 +59,30 @@ Product take_product(Slice& rest, std::string_view name, std::string_view next) 
         .fail("expected '", next, "…' after the product of ", name);
   rest = {after.whole, after.begin + at, after.end};
   return parse_product({after.whole, after.begin, after.begin + at});
+}
+
+// Requires that operands of fprop are named where backward reads them, and have values there.
+// Replaces the name of one that fprop reads as bf16.
+void resolve_forward_operands(Recipe& recipe, const Slice& text) {
+  for (const Spec& spec : {recipe.fprop.a, recipe.fprop.b, recipe.dgrad.a, recipe.wgrad.a})
+    if (spec.is_of_forward())
+      text.fail("expected ", spec.str(), " as the second operand of ",
+                spec.of_forward == ForwardOperand::kW ? "dgrad" : "wgrad",
+                ", which alone reads it");
+  const auto resolve = [&](Spec& spec, const char* product, ForwardOperand own, const Spec& of) {
+    if (!spec.is_of_forward()) return;
+    if (spec.of_forward != own)
+      text.fail("expected ", own == ForwardOperand::kW ? "fprop.w" : "fprop.x", " in ", product,
+                ", found ", spec.str());
+    if (of.is_eden())
+      text.fail(spec.str(),
+                " needs values of fprop's codes; expected no '+eden' there, whose "
+                "transform each step draws anew, found ",
+                of.str());
+    if (of.is_bf16()) spec = Spec{};
+  };
+  resolve(recipe.dgrad.b, "dgrad", ForwardOperand::kW, recipe.fprop.b);
+  resolve(recipe.wgrad.b, "wgrad", ForwardOperand::kX, recipe.fprop.a);
 }
 
 // Returns the first byte of the character after the one that begins at `at`.
@@ -139,6 +167,7 @@ Recipe parse_recipe(const Slice& slice) {
   recipe.fprop = take_product(rest, "fprop=", " dgrad=");
   recipe.dgrad = take_product(rest, "dgrad=", " wgrad=");
   recipe.wgrad = take_product(rest, "wgrad=", "");
+  resolve_forward_operands(recipe, slice);
   for (const Spec& of_weight : {recipe.fprop.b, recipe.dgrad.b})
     if (of_weight.has_outer_amax() && of_weight.has_row_amax())
       slice.fail(

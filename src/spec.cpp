@@ -37,6 +37,10 @@ constexpr std::array kBases = {
     Base{"nvfp4/1x16", Elements::kE2m1, ScaleRule::kNvfp4, 1, 16},
 };
 
+// The operands of fprop that backward can read.
+constexpr std::array<std::pair<std::string_view, ForwardOperand>, 2> kOfForward = {
+    {{"fprop.x", ForwardOperand::kX}, {"fprop.w", ForwardOperand::kW}}};
+
 std::string base_names() {
   std::string names;
   for (const Base& base : kBases) names += (names.empty() ? "" : ", ") + std::string(base.name);
@@ -111,6 +115,8 @@ void set_rounding(Spec& spec, const RoundingFlag& flag, const Slice& at) {
 
 void set_flag(Spec& spec, const Slice& at) {
   const std::string_view name = at.text();
+  if (spec.is_of_forward())
+    at.fail(spec.str(), " has the values of fprop's codes and takes no flag, found '+", name, "'");
   if (spec.is_bf16()) at.fail("bf16 is the identity and takes no flag, found '+", name, "'");
   if (name == "sr") {
     if (spec.is_eden())
@@ -154,7 +160,15 @@ Spec parse_spec(const Slice& slice) {
       is_found = true;
       break;
     }
-  if (!is_found) name.fail("'", name.text(), "' is not an operand; expected one of ", base_names());
+  for (const auto& [text, operand] : kOfForward)
+    if (name.text() == text) {
+      spec.of_forward = operand;
+      is_found = true;
+    }
+  if (!is_found)
+    name.fail("'", name.text(),
+              "' is not an operand, nor backward's fprop.w or fprop.x; expected one of ",
+              base_names());
   for (std::size_t i = 1; i < parts.size(); ++i) set_flag(spec, parts[i]);
   return spec;
 }
@@ -162,6 +176,8 @@ Spec parse_spec(const Slice& slice) {
 Spec Spec::parse(std::string_view text) { return parse_spec(Slice(text)); }
 
 std::string Spec::str() const {
+  for (const auto& [name, operand] : kOfForward)
+    if (operand == of_forward) return std::string(name);
   std::string text;
   for (const Base& base : kBases)
     if (base.elements == elements && base.rule == rule && base.block_rows == block_rows &&

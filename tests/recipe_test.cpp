@@ -40,6 +40,20 @@ TEST(Recipe, OtherTextsKeepTheirForm) {
   EXPECT_TRUE(Recipe::parse("fp8_delayed").is_delayed());
 }
 
+TEST(Recipe, BackwardNamesOperandsOfForward) {
+  const char* text = "fprop=mxfp4*nvfp4 dgrad=e4m3/row*fprop.w wgrad=bf16*fprop.x";
+  const Recipe recipe = Recipe::parse(text);
+  EXPECT_EQ(recipe.str(), text);
+  EXPECT_EQ(recipe.dgrad.b.of_forward, ForwardOperand::kW);
+  EXPECT_EQ(recipe.wgrad.b.of_forward, ForwardOperand::kX);
+  EXPECT_TRUE(recipe.dgrad.b.is_bf16());
+  EXPECT_FALSE(recipe.dgrad.b.is_valid());  // no cast takes a name
+  EXPECT_EQ(Recipe::parse("fprop=bf16*bf16 dgrad=bf16*fprop.w wgrad=bf16*fprop.x").str(), "bf16");
+  EXPECT_NE(error_of<Recipe>("fprop=bf16*fprop.w dgrad=bf16*bf16 wgrad=bf16*bf16")
+                .find("expected fprop.w as the second operand of dgrad"),
+            std::string::npos);
+}
+
 TEST(Recipe, RefusalsGiveTheReason) {
   EXPECT_NE(error_of<Product>("nvfp4+rht*nvfp4").find("must carry the same transform"),
             std::string::npos);

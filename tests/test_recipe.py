@@ -31,6 +31,18 @@ def test_written_out_recipes_round_trip(specs):
     assert recipe.is_stochastic == any("+sr" in spec for spec in specs)
 
 
+def test_operands_of_forward():
+    text = "fprop=mxfp4*nvfp4 dgrad=e4m3/row*fprop.w wgrad=bf16*fprop.x"
+    recipe = mf.Recipe(text)
+    assert str(recipe) == text
+    assert (recipe.dgrad.b, recipe.wgrad.b) == ("fprop.w", "fprop.x")
+    assert str(recipe.dgrad) == "e4m3/row*fprop.w"
+    # of an operand that fprop reads in high precision they are that operand
+    plain = mf.Recipe("fprop=bf16*mxfp4 dgrad=bf16*fprop.w wgrad=bf16*fprop.x")
+    assert plain == mf.Recipe("mxfp4_weights_served")
+    assert plain.wgrad == mf.recipe.Product("bf16", "bf16")
+
+
 def test_products():
     recipe = mf.Recipe("fp8_tensorwise")
     assert recipe.fprop == mf.recipe.Product("e4m3/tensor", "e4m3/tensor", fast=True)
@@ -74,6 +86,16 @@ def test_recipe_map():
         ("fprop=nvfp4+rht*nvfp4 dgrad=bf16*bf16 wgrad=bf16*bf16", 16, "same transform"),
         ("fprop=nvfp4*nvfp4,fast dgrad=bf16*bf16 wgrad=bf16*bf16", 18, "fast"),
         ("fprop=nvfp4+delayed*nvfp4 dgrad=bf16*bf16 wgrad=bf16*bf16", 12, "delayed"),
+        ("fprop=bf16*fprop.w dgrad=bf16*bf16 wgrad=bf16*bf16", 0, "second operand of dgrad"),
+        ("fprop=mxfp4*mxfp4 dgrad=fprop.w*bf16 wgrad=bf16*bf16", 0, "second operand of dgrad"),
+        ("fprop=mxfp4*mxfp4 dgrad=bf16*fprop.x wgrad=bf16*bf16", 0, "expected fprop.w in dgrad"),
+        ("fprop=mxfp4*mxfp4 dgrad=bf16*bf16 wgrad=bf16*fprop.w", 0, "expected fprop.x in wgrad"),
+        ("fprop=mxfp4*mxfp4 dgrad=bf16*fprop.w+sr wgrad=bf16*bf16", 37, "takes no flag"),
+        (
+            "fprop=nvfp4+eden*nvfp4+eden dgrad=bf16*fprop.w wgrad=bf16*bf16",
+            0,
+            "no '.eden' there",
+        ),
     ],
 )
 def test_errors_name_the_position(text, position, message):

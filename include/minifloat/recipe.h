@@ -5,6 +5,10 @@
 //     dgrad:  dx [M, K] = g  [M, N] · Wᵀ [K, N]        over N: W is read columnwise
 //     wgrad:  dW [N, K] = gᵀ [N, M] · xᵀ [K, M]        over M: both are read columnwise
 //
+// Backward may read the values of the codes that fprop read, instead of W or x: dgrad's W as
+// fprop.w, wgrad's x as fprop.x. Their contraction is not that of their blocks, so a product reads
+// them decoded, in the compute dtype. Of an operand that fprop reads as bf16 they are bf16.
+//
 //     product = operand "*" operand [ ",fast" ]
 //     recipe  = preset | "fprop=" product " dgrad=" product " wgrad=" product
 //     map     = glob ":" recipe { "; " glob ":" recipe }      the last match wins

@@ -18,6 +18,8 @@
 //                                              signs in each step
 //     all except bf16 and nvfp4+eden           +sr: stochastic rounding
 //                                              +rht, +rht32, +rht64, +rht128
+//     fprop.w  fprop.x                         in a recipe's dgrad and wgrad: the values of the
+//                                              codes that fprop read, in the compute dtype
 #pragma once
 
 #include <algorithm>
@@ -55,6 +57,9 @@ constexpr int code_bits_of(Elements elements) {
 
 enum class ScaleType : std::uint8_t { kNone, kFloat32, kE8m0, kE4m3 };
 
+// The operand of fprop whose codes backward decodes; see Recipe.
+enum class ForwardOperand : std::uint8_t { kNone, kX, kW };
+
 struct Spec {
   Elements elements = Elements::kBf16;
   ScaleRule rule = ScaleRule::kNone;
@@ -63,15 +68,19 @@ struct Spec {
   ScaleRounding scale_rounding = ScaleRounding::kDefault;
   bool stochastic = false;  // codes are rounded so, or under kEden scales: the cast reads a Random
   bool delayed = false;
-  int transform = 0;  // points of the Hadamard transform; 0: none
+  int transform = 0;                                  // points of the Hadamard transform; 0: none
+  ForwardOperand of_forward = ForwardOperand::kNone;  // whose values these are; else bf16's
 
   // Parses a spec. Throws Error with the position, what was found there and what is legal.
   static Spec parse(std::string_view text);
   std::string str() const;  // canonical: parse(str()) == *this
   bool operator==(const Spec&) const = default;
-  bool is_valid() const;  // whether parse returns such a spec
+  // Returns whether parse returns such a spec, which is no name of an operand of fprop.
+  bool is_valid() const;
 
+  // Returns whether a product reads values; also of an operand of fprop, whose values they are.
   bool is_bf16() const { return elements == Elements::kBf16; }
+  bool is_of_forward() const { return of_forward != ForwardOperand::kNone; }
   bool is_fp8() const { return elements == Elements::kE4m3 || elements == Elements::kE5m2; }
   int code_bits() const { return code_bits_of(elements); }
   // Returns whether the spec is E2M1 under block scales 2^k, whose values E4M3 codes can hold

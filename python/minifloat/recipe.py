@@ -19,6 +19,8 @@ from .spec import Spec
 
 __all__ = ["Product", "Recipe", "RecipeMap", "presets"]
 
+FORWARD_X, FORWARD_W = "fprop.x", "fprop.w"  # values of the codes that fprop reads, in backward
+
 
 @dataclass(frozen=True)
 class Product:
@@ -26,7 +28,8 @@ class Product:
 
     Args:
         a: spec of the first operand (m, k).
-        b: spec of the second operand (n, k).
+        b: spec of the second operand (n, k); in dgrad also "fprop.w", in wgrad "fprop.x": the
+            values of the codes that fprop reads.
         fast: whether an FP8 engine may accumulate fast; exact products ignore this.
 
     Example:

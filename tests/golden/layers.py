@@ -215,7 +215,8 @@ def options(device: torch.device) -> Iterator[Case]:
 def reads_primary(recipe: mf.Recipe) -> bool:
     specs = recipe.fprop.b, recipe.dgrad.b
     return not any(
-        s == "bf16" or Spec.parse(s).is_stochastic or Spec.parse(s).is_delayed for s in specs
+        Spec.parse(s).is_bf16 or Spec.parse(s).is_stochastic or Spec.parse(s).is_delayed
+        for s in specs
     )
 
 

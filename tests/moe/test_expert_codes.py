@@ -27,7 +27,7 @@ from tests.support.expert_world import (
     require_same_results,
 )
 from tests.support.same_bits import require_same_bytes
-from tests.support.specs import BLOCKS_RECIPE, ROWS_RECIPE
+from tests.support.specs import BLOCKS_RECIPE, OF_FORWARD_RECIPE, ROWS_RECIPE
 from tests.support.worlds import run_world
 
 UNITS = [16, 32, 64, 128]  # of groups along the contraction, by their row of the table
@@ -83,6 +83,7 @@ def require_codes(product: Product, whole: mf.MoE, sizes: list[int], first: int)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_rowwise_operands_are_those_of_one_process(ranks):
     recipes = [*(RECIPES if ranks == 2 else FEW), WITH_TRANSFORM, BLOCKS_RECIPE, ROWS_RECIPE]
+    recipes += ["nvfp4_served", OF_FORWARD_RECIPE]
     run_world(ranks, check_codes, recipes, SIZES[:ranks])
 
 

@@ -29,7 +29,7 @@ from tests.support.worlds import run_world
 EACH = "nvfp4+sr*nvfp4+sr"
 STOCHASTIC = f"fprop={EACH} dgrad={EACH} wgrad={EACH}"
 RECIPES = ["bf16", "fp8_rowwise", "fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4", "mxfp4"]
-RECIPES += ["fp8_blockwise", "nvfp4_mxfp8", STOCHASTIC, EDEN_RECIPE]
+RECIPES += ["fp8_blockwise", "nvfp4_mxfp8", "nvfp4_served", STOCHASTIC, EDEN_RECIPE]
 FEW = ["bf16", "fp8_delayed", "nvfp4", STOCHASTIC]
 LAYERS = [
     {"fused_w13": True, "bias": True},

@@ -8,7 +8,14 @@ from minifloat.recipe import operand_names
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.exact_sums import require_same_sums
-from tests.support.specs import BLOCKS_RECIPE, EDEN_RECIPE, ROWS_RECIPE, stream_of
+from tests.support.specs import (
+    BLOCKS_RECIPE,
+    EDEN_RECIPE,
+    OF_FORWARD_RECIPES,
+    ROWS_RECIPE,
+    stream_of,
+    untransformed,
+)
 
 RECIPES = [
     *mf.presets(),
@@ -17,6 +24,7 @@ RECIPES = [
     BLOCKS_RECIPE,
     ROWS_RECIPE,
     "fprop=nvfp4+eden*nvfp4+eden dgrad=mxfp8*mxfp8 wgrad=mxfp8*mxfp8",
+    *OF_FORWARD_RECIPES,
 ]
 RNG = torch.tensor([17, 3, 12345])
 M, K, N = 45, 70, 37  # no multiple of any block
@@ -53,13 +61,23 @@ def operand(x: torch.Tensor, spec: str, columnwise: bool, stream: str) -> torch.
     return ops.dequantize(codes, scale, amax, spec, cols).double()
 
 
+def of_backward(x: torch.Tensor, spec: str, of_forward: str, name: str) -> torch.Tensor:
+    """Returns the second operand of dgrad or wgrad as `operand` does."""
+    if not spec.startswith("fprop."):
+        return operand(x, spec, True, f"{name}/{'dgrad' if name == 'w' else 'wgrad'}")
+    values = operand(x, of_forward, False, f"{name}/fprop")
+    if points := mf.spec.Spec.parse(of_forward).transform:
+        values = untransformed(values, points)[:, : x.shape[1]]
+    return values.to(x.dtype).double().t()
+
+
 def reference(recipe: mf.Recipe, x, w, g):
     """Computes y, dx, dW in float64 from the dequantized operands, and from their magnitudes."""
     p = recipe
     pairs = [
         (operand(x, p.fprop.a, False, "x/fprop"), operand(w, p.fprop.b, False, "w/fprop")),
-        (operand(g, p.dgrad.a, False, "g/dgrad"), operand(w, p.dgrad.b, True, "w/dgrad")),
-        (operand(g, p.wgrad.a, True, "g/wgrad"), operand(x, p.wgrad.b, True, "x/wgrad")),
+        (operand(g, p.dgrad.a, False, "g/dgrad"), of_backward(w, p.dgrad.b, p.fprop.b, "w")),
+        (operand(g, p.wgrad.a, True, "g/wgrad"), of_backward(x, p.wgrad.b, p.fprop.a, "x")),
     ]
     return [(a @ b.t(), a.abs() @ b.abs().t()) for a, b in pairs]
 

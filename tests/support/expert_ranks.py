@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import minifloat as mf
 import torch
 from minifloat._native import ops
+from minifloat.spec import Spec
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,13 +38,13 @@ class Product:
     def part(self, side: int, expert: int) -> list[Tensor]:
         """Returns values, scale and amax of one expert's part of an operand."""
         spec, values, *factors = self.sides[side]
-        starts = self.row_starts if spec == "bf16" else self.starts
+        starts = self.row_starts if Spec.parse(spec).is_bf16 else self.starts
         begin, end = starts[expert], starts[expert + 1]
         if side == 1 and not self.is_contraction:
             return [t[expert] for t in (values, *factors) if t.numel()]
         along = 1 if self.is_contraction else 0
         found = [values.narrow(along, begin, end - begin)]
-        if spec == "bf16" or (along == 0 and begin == end):
+        if Spec.parse(spec).is_bf16 or (along == 0 and begin == end):
             return found
         for t in factors:
             # The values of codes have the scales of blocks, which may be those of tokens, not rows.
@@ -84,7 +84,7 @@ class Products(TorchDispatchMode):
                 is_grouped = {"groups": table, "group_unit": unit} if values.dim() == 2 else {}
                 cols = kwargs["k"]
                 if unit > 0:
-                    cols = values.shape[1] * 8 // mf.spec.Spec.parse(spec).code_bits
+                    cols = values.shape[1] * 8 // Spec.parse(spec).code_bits
                 values = ops.decode(values, scale, spec, cols, **is_grouped)
             sides.append((spec, values, scale, amax))
         starts = table[0].tolist(), table[row].tolist()

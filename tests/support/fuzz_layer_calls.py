@@ -38,7 +38,7 @@ def _linear(rng: Random, arena: Arena) -> Call:
     args["bias"] = arena.place(torch.randn(shape[0])) if rng.random() < 0.5 else None
     for name, of in (("x_operands", "x"), ("weight_operands", "w")):
         args[name] = None
-        if args["recipe"] in ("mxfp8", "fp8_rowwise", "fp8_tensorwise") and rng.random() < 0.2:
+        if args["recipe"] in ("mxfp8", "fp8_rowwise", "nvfp4_served") and rng.random() < 0.2:
             of_what = x if of == "x" else w
             given = ops.layer_operands(of_what, args["recipe"], of)
             args[name] = [arena.place(t) for t in given]

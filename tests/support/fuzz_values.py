@@ -57,6 +57,7 @@ TEXTS = [
     "nvfp4+sr+sr",
     "mxfp8/",
     "bf16",
+    "fprop.w",
     "bf16*bf16",
     "mxfp8*nvfp4",
     "nvfp4",

@@ -1,5 +1,6 @@
 """The specs that tests of one operand run over: every format, scale rule and block."""
 
+import torch
 from minifloat._native import ops
 
 # Every element format and block, with every rounding of its scale. Tests add `+sr` and transforms.
@@ -46,6 +47,17 @@ ROWS_RECIPE = (
     "fprop=nvfp4/row*nvfp4/16x16 dgrad=nvfp4/row+sr*nvfp4/16x16 "
     "wgrad=nvfp4/row+sr+rht*nvfp4/row+rht"
 )
+# Backward reads the values of fprop's codes: under a tensor's amax, drawn, under amaxes of earlier
+# steps, transformed, or such as an FP8 product could read.
+OF_FORWARD_RECIPE = "fprop=e4m3/tensor*e4m3/tensor dgrad=bf16*fprop.w wgrad=bf16*fprop.x"
+OF_FORWARD_RECIPES = [
+    OF_FORWARD_RECIPE,
+    "fprop=nvfp4/row+sr*nvfp4+sr dgrad=bf16*fprop.w wgrad=bf16*fprop.x",
+    "fprop=e4m3/tensor+delayed*e4m3/tensor+delayed dgrad=e5m2/tensor+delayed*fprop.w "
+    "wgrad=mxfp8*fprop.x",
+    "fprop=mxfp4+rht*mxfp4+rht dgrad=bf16*fprop.w wgrad=bf16*fprop.x",
+    "fprop=nvfp4+pow2*nvfp4+pow2 dgrad=nvfp4+sr*fprop.w wgrad=bf16*fprop.x",
+]
 
 
 def has_bf16_values(spec: str) -> bool:
@@ -64,3 +76,12 @@ def stream_of(spec: str, operand: str) -> int:
         return ops.stream(operand)
     is_second = operand in ("w/fprop", "w/dgrad", "x/wgrad")
     return ops.stream(operand.split("/")[1]) & ~1 | is_second
+
+
+def untransformed(rows: torch.Tensor, points: int) -> torch.Tensor:
+    """Undoes the randomised Hadamard transform of rows (M, whole transforms), in float64."""
+    h = torch.ones(1, 1, dtype=torch.float64)
+    while len(h) < points:
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    signs = torch.tensor([-1.0 if 0xD7E8 >> (i % 16) & 1 else 1.0 for i in range(points)])
+    return (rows.unflatten(1, (-1, points)) @ h / points**0.5 * signs).flatten(1)

@@ -68,6 +68,9 @@ class Case:
         columnwise = place >= 3
         if spec == "bf16":
             return x.t() if columnwise else x
+        if spec.startswith("fprop."):  # the values of codes of forward
+            codes = self.operand(PLACES.index(f"{name[0]}/fprop"))
+            return codes.dequantize(x.dtype).t()
         amax = self.history[place, 0] if Spec.parse(spec).is_delayed else None
         stream = stream_of(spec, name)
         specs = ("", spec) if columnwise else (spec, "")

@@ -89,6 +89,10 @@ def check_options():
     assert {layer.recompute for layer in states_of(model)} == {"weight"}
     with pytest.raises(SystemExit):
         config_of(*flags[:1], "--minifloat.recompute=weights")
+    shared = ["--minifloat.recipe=nvfp4_served", "--minifloat.share_amax=servers"]
+    model, _ = built("llama3", *shared)
+    groups = {layer.amax_group.names for layer in states_of(model) if layer.amax_group}
+    assert groups == {("wq", "wk", "wv"), ("w1", "w3")}
 
 
 def test_options_are_those_of_quantize():

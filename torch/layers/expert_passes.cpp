@@ -12,6 +12,7 @@
 //                                               where g's operand is larger than dW2
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -38,7 +39,7 @@ Rows quantize_hidden(const Experts& experts, const RowOrder& order, const GateAn
   const PreparedRecipe& recipe = *output.recipe;
   const SwiGluArguments of = gates.of(experts.form);
   const auto reads_values = [&](Place place) {
-    return recipe.specs[place].is_bf16() || recipe.specs[place].has_blocks_2d();
+    return recipe.specs[place].is_bf16() || recipe.specs[place].has_blocks_2d();  // also fprop.x
   };
   // The product refuses 2D blocks.
   if ((rowwise && reads_values(kFpropX)) || (columnwise && reads_values(kWgradX)))
@@ -71,6 +72,11 @@ Rows rows_again(const Experts& experts, const ExpertTensors& t, const Tensor& ta
   const std::vector<const PreparedRecipe*> recipes = recipes_of_inputs(experts);
   if (t.codes.empty())
     return rows_of_tokens(recipes, t.x, t.order, table, /*rowwise=*/false, {}, amax);
+  if (recipes[0]->specs[kWgradX].is_of_forward()) {
+    std::vector<Tensor> operands = as_operands(codes_of(t));
+    std::rotate(operands.begin(), operands.begin() + 4, operands.end());  // the columnwise ones
+    return {t.x, std::move(operands)};
+  }
   const Tensor values =
       values_of(recipes[0]->specs[kFpropX], codes_of(t), t.x.sym_size(1), table, t.x.scalar_type());
   return columnwise_rows(recipes, values, table);

@@ -32,7 +32,8 @@ std::vector<Tensor> as_experts_read(const PreparedRecipe& recipe, const Tensor& 
                                     at::TensorList tokens) {
   const bool has_values = tokens[3].dim() > 1;
   const PlannedProduct fprop = plan_product(recipe.recipe.fprop, recipe.fprop, x.device(), true);
-  if (has_values == fprop.reads_values()) return tokens.slice(0, 4).vec();
+  if (has_values == (fprop.reads_values() && !recipe.keeps_codes(kFpropX)))
+    return tokens.slice(0, 4).vec();
   // FP4 codes as FP8 are not those of a cast, and values alone have no codes.
   if (tokens[0].dim() < 2 || tokens[0].scalar_type() != at::kByte) return {};
   return {tokens[0], tokens[1], tokens[2],
@@ -56,7 +57,7 @@ std::vector<Tensor> operands_of_tokens(const PreparedRecipe& recipe, const Tenso
 
 // Returns whether all products of x can read one cast of x.
 bool read_one_cast(const std::vector<const PreparedRecipe*>& recipes, Place place) {
-  bool is_one = is_shared(recipes[0]->specs[place]);
+  bool is_one = is_shared(recipes[0]->spec_of_codes(place));
   for (const PreparedRecipe* other : recipes) is_one &= other->text == recipes[0]->text;
   return is_one;
 }
@@ -113,10 +114,7 @@ std::vector<Tensor> as_operands(const QuantizedOperand& rowwise) {
 
 Tensor values_of(const Spec& spec, const QuantizedOperand& rows, const SymInt& cols,
                  const Tensor& table, at::ScalarType dtype) {
-  Tensor values =
-      dequantize(rows, spec.str(), cols, spec.transform ? at::kFloat : at::kBFloat16, table);
-  if (spec.transform) values = inverse_hadamard(values, spec.transform).narrow_symint(1, 0, cols);
-  return to_dtype(to_dtype(values, at::kBFloat16), dtype);
+  return to_dtype(values_of_codes(spec, rows, cols, table, at::kBFloat16), dtype);
 }
 
 void GradientCodes::set(std::vector<Tensor> arrived) {

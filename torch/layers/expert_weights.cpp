@@ -32,6 +32,12 @@ bool has_adjacent_columns(const Tensor& t) {
 Directions quantize_expert_weights(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,
                                    const Needed& col, const ModuleState& state) {
   if (has_adjacent_columns(w)) return quantize_both(recipe, w, row, col, state);
+  if (recipe.specs[kDgradW].is_of_forward() && col.is_needed) {
+    Directions out = quantize_expert_weights(recipe, w, {kFpropW}, {kDgradW, false}, state);
+    out.second = out.first;
+    if (!row.is_needed) out.first = {};
+    return out;
+  }
   const Tensor transpose = transposed_matrices(w);
   // Ranks cut W, not its transpose.
   if (!has_adjacent_columns(transpose) || reads_rows(recipe) || state.sharding)

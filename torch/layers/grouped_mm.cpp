@@ -60,12 +60,6 @@ ForwardPass pass_of(const GroupedCall& call, const Layers& layer, const Needs& n
           .keeps_amax = call.keeps_amax};
 }
 
-// Returns an operand as backward reads it after it was saved: without its values.
-ProductInput as_saved(const PreparedRecipe& recipe, Place place, const QuantizedOperand& operand) {
-  const Spec& spec = recipe.specs[place];
-  return cast_input(spec, operand.codes, operand.scale, amax_of_codes(spec, operand));
-}
-
 // Returns the amax of each group, from those of its columns. NaN is the largest by its bits.
 Tensor largest_of_groups(const Tensor& of_columns) {
   if (of_columns.sym_size(1) == 0) return of_columns.sum(1);
@@ -238,9 +232,10 @@ GroupedGradients group_gradients(Tensor grad, const Tensor& a, const Tensor& b, 
     Layers of_rows = layer;
     of_rows.prequantized.x = rows.operands;
     const ForwardPass pass = pass_of(call, of_rows, needs, rows.values, nullptr);
-    return as_saved(
-        call.recipe, kWgradX,
-        input_operands(pass, kGroupedMm, rows.values, {kFpropX, false}, {kWgradX, true}).second);
+    return backward_input(
+        read,
+        input_operands(pass, kGroupedMm, rows.values, {kFpropX, false}, {kWgradX, true}).second,
+        kWgradX);
   };
   // A cast writes a history, so what the caller gave is checked before.
   std::optional<ProductInput> of_a;
@@ -257,7 +252,7 @@ GroupedGradients group_gradients(Tensor grad, const Tensor& a, const Tensor& b, 
       {std::move(grad), call.g_operands, call.g_amax_of_rows, call.g_amax_of_columns, rows_from},
       a.sym_size(0));
   GroupedGradients out;
-  if (needs.dx) out.a = g.of_a(as_saved(call.recipe, kDgradW, std::exchange(w.second, {})));
+  if (needs.dx) out.a = g.of_a(backward_input(read, std::exchange(w.second, {}), kDgradW));
   if (take) {
     const Rows rows = take(std::move(out.a));
     if (needs.any_dw) of_a = cast_of_a(rows);

@@ -36,7 +36,7 @@ void check_operands(const Tensor& x, const std::string& of, const std::optional<
   if (groups) experts = groups->sym_size(1) - 1;
   if (history) check_history("layer_operands", *history, x, experts);
   for (const Needed& needed : operands) {
-    const Spec& spec = recipe.specs[needed.place];
+    const Spec& spec = recipe.spec_of_codes(needed.place);
     if (!needed.is_needed) continue;
     TORCH_CHECK_VALUE(!spec.stochastic, "layer_operands: ", spec.str(),
                       " draws new random bits in every forward; expected a spec without +sr");
@@ -50,7 +50,7 @@ void check_operands(const Tensor& x, const std::string& of, const std::optional<
 // cast that writes both.
 void append(std::vector<Tensor>& list, const PreparedRecipe& recipe, const QuantizedOperand& o,
             const Needed& needed, const Tensor& x) {
-  const bool is_absent = !needed.is_needed || recipe.specs[needed.place].is_bf16();
+  const bool is_absent = !needed.is_needed || recipe.reads_values(needed.place);
   const auto push = [&](const Tensor& t, at::ScalarType dtype) {
     list.push_back(!is_absent && t.defined() ? t : at::empty({0}, x.options().dtype(dtype)));
   };
@@ -98,7 +98,7 @@ std::vector<Tensor> layer_operands_kernel(
       plan_product(recipe.recipe.fprop, recipe.fprop, x.device(), groups.has_value());
   const Sharding sharding{group, rank, ranks, weight_dim, token_dim};
   const Needed row = {is_x ? kFpropX : kFpropW, rowwise,
-                      is_x && !is_sharded && fprop.reads_values()};
+                      is_x && !is_sharded && fprop.reads_values() && !recipe.keeps_codes(kFpropX)};
   const Needed col = {is_x ? kWgradX : kDgradW, columnwise};
   check_operands(x, of, amax_history, recipe, sharding, {row, col}, {groups, 0, rows_from});
   const at::AutoDispatchBelowADInplaceOrView below;
@@ -166,7 +166,8 @@ std::vector<Tensor> operands_of_values(const char* op, const PreparedRecipe& rec
   const std::optional<Tensor>& groups = state.groups.table;
   const PlannedProduct fprop =
       plan_product(recipe.recipe.fprop, recipe.fprop, like.device(), groups.has_value());
-  const Needed row{kFpropX, rowwise, fprop.reads_values()}, col{kWgradX, columnwise};
+  const Needed row{kFpropX, rowwise, fprop.reads_values() && !recipe.keeps_codes(kFpropX)},
+      col{kWgradX, columnwise};
   std::optional<SymInt> experts;
   if (groups) experts = groups->sym_size(1) - 1;
   if (state.history.defined()) check_history(op, state.history, like, experts);
@@ -175,7 +176,7 @@ std::vector<Tensor> operands_of_values(const char* op, const PreparedRecipe& rec
     bridge::check_memory_if_real(op, "rng", state.rng);
   }
   for (const Needed& needed : {row, col}) {
-    const Spec& spec = recipe.specs[needed.place];
+    const Spec& spec = recipe.spec_of_codes(needed.place);
     if (!needed.is_needed) continue;
     TORCH_CHECK_VALUE(!spec.stochastic || state.rng.defined(), op, ": ", spec.str(),
                       " rounds stochastically and needs rng, an int64 tensor (seed, count)");

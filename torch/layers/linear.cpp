@@ -70,7 +70,8 @@ class LinearState : public LayerState {
     const std::size_t n = grads.size();
     raise(left_);
     variable_list out(1 + n + layers_.bias_dtypes.size());
-    ProductInput x = saved_input(layers_, saved, 0, kWgradX);
+    const bool is_cut = layers_.sharding && layers_.sharding->token_dim;
+    ProductInput x = is_cut ? ProductInput() : saved_input(layers_, saved, 0, kWgradX);
     for (std::size_t i = 0; i < n; ++i) {
       if (!grads[i].defined()) continue;
       const LayerGradients d = layer_backward(i, grads[i], x, saved);
@@ -84,14 +85,13 @@ class LinearState : public LayerState {
 
  private:
   // Returns x as wgrad reads x, with the tokens of all ranks.
-  ProductInput gathered_input(const TokenRuns& runs, const ProductInput& x) const {
-    const InputTensors t = tensors_of(x);
-    const auto or_none = [](const Tensor* tensor) { return tensor ? *tensor : Tensor(); };
-    const QuantizedOperand shard{*t.elements, or_none(t.scale), or_none(t.amax), Tensor()};
-    const QuantizedOperand whole =
-        gathered_ ? gathered_->get(*layers_.sharding, runs, shard)
-                  : gather_tokens(*layers_.sharding, runs, shard, /*columnwise=*/true);
-    return cast_input(recipe().recipe.wgrad.b, whole.codes, whole.scale, whole.amax);
+  ProductInput gathered_input(const TokenRuns& runs, const variable_list& saved) const {
+    const QuantizedOperand shard{saved[0], saved[1], saved[2], Tensor()};
+    const bool columnwise = !recipe().specs[kWgradX].is_of_forward();
+    const QuantizedOperand whole = gathered_
+                                       ? gathered_->get(*layers_.sharding, runs, shard, columnwise)
+                                       : gather_tokens(*layers_.sharding, runs, shard, columnwise);
+    return backward_input(layers_, whole, kWgradX);
   }
 
   struct LayerGradients {
@@ -118,7 +118,7 @@ class LinearState : public LayerState {
     of_g.first = {};  // its memory may serve wgrad
     if (row.is_needed && is_cut) out.x = scatter_sum(*sharding, runs, out.x);
     if (col.is_needed) {
-      if (is_cut) x = gathered_input(runs, x);
+      if (is_cut) x = gathered_input(runs, saved);
       if (layers.product_dtypes.size() > 1)
         x = prepare_input(wgrad, recipe().recipe.wgrad.b, std::move(x), m);
       out.weight = weight_gradient(layers, i, of_g.second, col, x, m, g.device(), 1 + i);

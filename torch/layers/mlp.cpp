@@ -52,7 +52,7 @@ Tensor forward_pass(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepa
 
   const ForwardPass output = pass_of(mlp.output, needs.output, mlp.output.weights[0].sym_size(1));
   const bool needs_h = needs.output.any_dw;
-  const Needed row{kFpropX, true, output.fprop().reads_values()},
+  const Needed row{kFpropX, true, output.fprop().reads_values() && !prepared.keeps_codes(kFpropX)},
       col{kWgradX, needs_h && saves_h(prepared)};
   ModuleState state = output.state_of_rows(0);
   state.returns_amaxes = true;

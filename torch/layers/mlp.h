@@ -34,8 +34,8 @@ Directions quantize_h(const PreparedRecipe& prepared, const Gates& gates,
                       const std::string& activation, const Needed& row, const Needed& col,
                       ModuleState state);
 
-// Returns whether forward casts h columnwise and saves it: where a history takes the amax of its
-// transform, which forward is to write.
+// Returns whether forward saves h as wgrad reads it: where backward decodes the codes of fprop, and
+// where a history takes the amax of h's transform, which forward is to write.
 bool saves_h(const PreparedRecipe& prepared);
 
 // Values that backward reads besides the saved tensors: x columnwise and the first weights, h

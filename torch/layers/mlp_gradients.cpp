@@ -11,7 +11,7 @@ namespace minifloat::torch_ops {
 namespace {
 
 bool is_bf16(const PreparedRecipe& prepared, const Needed& operand) {
-  return operand.is_needed && prepared.specs[operand.place].is_bf16();
+  return operand.is_needed && prepared.reads_values(operand.place);
 }
 
 // A gradient as both products read it.
@@ -218,6 +218,7 @@ Directions quantize_h(const PreparedRecipe& prepared, const Gates& gates,
 
 bool saves_h(const PreparedRecipe& prepared) {
   const Spec &row = prepared.specs[kFpropX], &col = prepared.specs[kWgradX];
+  if (prepared.keeps_codes(kFpropX)) return true;
   return col.delayed && (!row.delayed || row.transform > 0 || col.transform > 0);
 }
 

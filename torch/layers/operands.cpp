@@ -104,7 +104,8 @@ std::optional<ProductShape> product_shape(const Spec& spec, const Tensor& x, Pla
 bool writes_fp8(const PreparedRecipe& recipe, const Tensor& x, const Needed& needed,
                 const ModuleState& state) {
   const Spec& spec = recipe.specs[needed.place];
-  const bool is_saved = needed.place == kDgradW || (needed.place == kWgradX && !needed.recomputed);
+  const bool is_saved = needed.place == kDgradW || recipe.keeps_codes(needed.place) ||
+                        (needed.place == kWgradX && !needed.recomputed);
   if (!needed.is_needed || needed.decoded || is_saved || !state.features || state.sharding ||
       state.groups.table)
     return false;
@@ -234,6 +235,16 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
 
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
                          const Needed& col, const ModuleState& state) {
+  if (col.is_needed && recipe.specs[col.place].is_of_forward()) {
+    ModuleState of_codes = state;
+    of_codes.casts_other_later = false;
+    if (state.amax) of_codes.amax_of_rowwise = std::exchange(of_codes.amax, std::nullopt);
+    const Needed codes{.place = recipe.place_of_codes(col.place)};
+    Directions out = quantize_both(recipe, x, codes, {col.place, false}, of_codes);
+    out.second = out.first;
+    if (!row.is_needed) out.first = {};
+    return out;
+  }
   CastPlan plan = plan_cast(recipe, x, row, col, state);
   const bool is_raised = kernel_raises_history(recipe, row, col, state);
   if (is_raised) {
@@ -243,7 +254,9 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
   }
   const auto cut = cut_of(state, row);
   Tensor amax_of_ranks;  // of the columnwise operand that backward casts
-  if (cut && state.casts_other_later)
+  if (cut && state.casts_other_later && recipe.specs[col.place].is_of_forward())
+    amax_of_ranks = plan.options.amax_row.value_or(Tensor());
+  else if (cut && state.casts_other_later)
     amax_of_ranks = std::exchange(plan.options.amax_col, std::nullopt).value_or(Tensor());
   Directions out;
   if (!plan.row.empty() || !plan.col.empty()) {
@@ -268,7 +281,7 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
 
 Tensor amax_of_both(const PreparedRecipe& recipe, Place row, Place col, const Tensor& amax) {
   const bool is_shared =
-      has_amax_of_values(recipe.specs[row]) && has_amax_of_values(recipe.specs[col]);
+      has_amax_of_values(recipe.specs[row]) && has_amax_of_values(recipe.spec_of_codes(col));
   return is_shared && amax.defined() ? amax.clone() : Tensor();
 }
 
@@ -281,21 +294,23 @@ Directions prequantized_both(const PreparedRecipe& recipe, const char* op, const
   const auto direction = [&](const Needed& needed, std::size_t first) -> QuantizedOperand {
     if (!needed.is_needed) return {};
     const bool is_row = first == 0;
-    if (recipe.specs[needed.place].is_bf16()) return unquantized(is_row ? x : transposed(x));
-    const SymInt read_rows = is_row ? rows : x.sym_size(-1);
+    if (recipe.reads_values(needed.place)) return unquantized(is_row ? x : transposed(x));
+    const SymInt own = x.sym_size(recipe.specs[needed.place].is_of_forward() ? -2 : -1);
+    const SymInt read_rows = is_row ? rows : own;
     const Tensor& read = tensors[needed.decoded ? first + 3 : first];
     TORCH_CHECK_VALUE(read.numel() > 0 || x.numel() == 0, op, ": expected ", name,
                       is_row ? " with its rowwise " : " with its columnwise ",
                       needed.decoded ? "values" : "codes", ", got none");
     TORCH_CHECK_VALUE(read.dim() == x.dim() && read.sym_size(-2) == read_rows, op, ": expected ",
                       name, " of ", read_rows, " rows as read, got ", read.sym_sizes());
-    const Spec& spec = recipe.specs[needed.place];
+    const Spec& spec = recipe.spec_of_codes(needed.place);
     TORCH_CHECK_VALUE(!spec.delayed || tensors[first + 2].numel() == parts, op, ": expected ", name,
                       " with the amax of ", spec.str(), ", which the history takes, got ",
                       tensors[first + 2].numel(), " elements");
     if (spec.delayed) bridge::check_memory_if_real(op, name, tensors[first + 2]);
     // Undefined, as a cast's, where the spec has none: a recomputed forward saves the same tensors.
-    const Tensor amax = tensors[first + 2].numel() > 0 ? tensors[first + 2] : Tensor();
+    const bool has_amax = tensors[first + 2].numel() > 0 || spec.has_outer_amax();  // of no row too
+    const Tensor amax = has_amax ? tensors[first + 2] : Tensor();
     return {tensors[first], tensors[first + 1], amax, tensors[first + 3]};
   };
   return {direction(row, 0), direction(col, 4)};
@@ -311,6 +326,25 @@ ProductInput product_input(const PreparedRecipe& recipe, const QuantizedOperand&
   if (!spec.is_bf16() && operand.codes.scalar_type() == at::kFloat8_e4m3fn)
     return Fp4AsFp8{operand.codes, operand.scale, operand.amax};
   return cast_input(spec, operand.codes, operand.scale, operand.amax);
+}
+
+Values values_of_forward(const PreparedRecipe& recipe, Place place, const QuantizedOperand& operand,
+                         const SymInt& cols, at::ScalarType dtype,
+                         const std::optional<Tensor>& table) {
+  return {
+      values_of_codes(recipe.spec_of_codes(place), operand, cols, table, dtype).transpose(-2, -1)};
+}
+
+Tensor values_of_codes(const Spec& spec, const QuantizedOperand& rows, const SymInt& cols,
+                       const std::optional<Tensor>& table, at::ScalarType dtype) {
+  QuantizedOperand q = rows;  // an op takes empty tensors for those that a spec lacks
+  for (Tensor* t : {&q.scale, &q.amax})
+    if (!t->defined()) *t = at::empty({0}, q.codes.options().dtype(at::kFloat));
+  if (spec.transform == 0) return dequantize(q, spec.str(), cols, dtype, table);
+  const Tensor transformed = dequantize(q, spec.str(), cols, at::kFloat, table);
+  const SymInt padded = transformed.sym_size(-1);
+  const Tensor values = inverse_hadamard(transformed.reshape_symint({-1, padded}), spec.transform);
+  return to_dtype(values.view_symint(transformed.sym_sizes()).narrow_symint(-1, 0, cols), dtype);
 }
 
 void check_history(const char* op, const Tensor& history, const Tensor& x,

@@ -43,6 +43,21 @@ struct PreparedRecipe {
   std::array<Spec, kPlaces> specs;
   std::array<std::string, kPlaces> spec_texts;  // "" for bf16, which no cast reads
   bool is_stochastic, is_delayed;
+
+  // Returns the place of the codes that an operand is read from: its own, or where backward reads
+  // the values of fprop's codes that of fprop.
+  Place place_of_codes(Place place) const {
+    if (!specs[place].is_of_forward()) return place;
+    return place == kDgradW ? kFpropW : kFpropX;
+  }
+  const Spec& spec_of_codes(Place place) const { return specs[place_of_codes(place)]; }
+  // Returns whether an operand is the matrix itself, in high precision.
+  bool reads_values(Place place) const { return spec_of_codes(place).is_bf16(); }
+  // Returns whether backward reads the codes of an operand of fprop too.
+  bool keeps_codes(Place place) const {
+    return (place == kFpropW && specs[kDgradW].is_of_forward()) ||
+           (place == kFpropX && specs[kWgradX].is_of_forward());
+  }
 };
 const PreparedRecipe& prepare(const std::string& text);
 
@@ -101,9 +116,10 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
                    const Needed& col, const ModuleState& state);
 
 // Quantizes both directions of x (rows, cols) by one cast, as plan_cast plans. bf16 directions
-// are x itself and its transposed view. A shard's bytes are the whole's at that place: the cast
-// takes the shard's origin and the amaxes of all ranks. The current amaxes of delayed operands are
-// in the histories when it returns.
+// are x itself and its transposed view. A columnwise one whose values are those of fprop's codes
+// has the rowwise codes; see values_of_forward. A shard's bytes are the whole's at that place: the
+// cast takes the shard's origin and the amaxes of all ranks. The current amaxes of delayed operands
+// are in the histories when it returns.
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
                          const Needed& col, const ModuleState& state);
 
@@ -159,6 +175,17 @@ void check_tokens(const PreparedRecipe& recipe, const Sharding& sharding, const 
 // decoded values where the product needs them, else the codes.
 ProductInput product_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
                            const Needed& needed);
+
+// Returns the operand of a product of backward that reads the values of fprop's codes: decoded,
+// rounded to dtype, and transposed.   operand: the rowwise codes; cols: of the matrix; table: of
+// the groups of x, or none
+Values values_of_forward(const PreparedRecipe& recipe, Place place, const QuantizedOperand& operand,
+                         const SymInt& cols, at::ScalarType dtype,
+                         const std::optional<Tensor>& table = std::nullopt);
+
+// Returns the values of rowwise codes (…, M, cols) in the matrix's own basis, rounded to dtype.
+Tensor values_of_codes(const Spec& spec, const QuantizedOperand& rows, const SymInt& cols,
+                       const std::optional<Tensor>& table, at::ScalarType dtype);
 
 // Returns the unit of the columns of wgrad's operands in groups. Under bf16 alone it is not read.
 inline std::int64_t wgrad_unit(const PreparedRecipe& recipe) {

@@ -80,6 +80,7 @@ ProductInput forward_input(const ForwardPass& pass, const QuantizedOperand& x, c
 }
 
 // Returns whether an exact product's cast writes values. Ranks that cut a dense layer read codes.
+// Where backward reads the codes of forward, its cast writes those.
 bool decodes(const PlannedProduct& product, const Sharding* sharding, bool has_groups) {
   return product.reads_values() && (!sharding || has_groups);
 }
@@ -91,7 +92,8 @@ Needed row_of_x(const ForwardPass& pass) {
   // An exact product of experts decodes codes that come without their values.
   const bool has_values = !layers.groups || given.size() < 4 || given[3].dim() > 1;
   return {.place = kFpropX,
-          .decoded = decodes(pass.fprop(), layers.shards.sharding, layers.groups.has_value()) &&
+          .decoded = !pass.prepared.keeps_codes(kFpropX) &&
+                     decodes(pass.fprop(), layers.shards.sharding, layers.groups.has_value()) &&
                      has_values,
           .given = !given.empty()};
 }
@@ -99,16 +101,16 @@ Needed row_of_x(const ForwardPass& pass) {
 Needed row_of_weight(const ForwardPass& pass, std::size_t i) {
   const Layers& layers = pass.layers;
   const bool given = !layers.operands_of_weight(i).empty();
-  return {
-      .place = kFpropW,
-      .decoded = !given && decodes(pass.fprop(), layers.shards.sharding, layers.groups.has_value()),
-      .given = given};
+  return {.place = kFpropW,
+          .decoded = !given && !pass.prepared.keeps_codes(kFpropW) &&
+                     decodes(pass.fprop(), layers.shards.sharding, layers.groups.has_value()),
+          .given = given};
 }
 
 // Returns whether backward quantizes weight i again.
 bool casts_weight_later(const ForwardPass& pass, std::size_t i) {
   return pass.saved && pass.needs.dx && pass.layers.recomputes_weights &&
-         pass.layers.operands_of_weight(i).empty() && !pass.prepared.recipe.dgrad.b.is_bf16();
+         pass.layers.operands_of_weight(i).empty() && !pass.prepared.reads_values(kDgradW);
 }
 
 Directions operands_of_forward(const ForwardPass& pass, std::size_t i) {
@@ -135,8 +137,8 @@ ModuleState ForwardPass::state_of_rows(std::size_t i) const {
 
 void ForwardPass::save(const QuantizedOperand& operand, Place place) const {
   if (saved)
-    saved->insert(saved->end(),
-                  {operand.codes, operand.scale, amax_of_codes(prepared.specs[place], operand)});
+    saved->insert(saved->end(), {operand.codes, operand.scale,
+                                 amax_of_codes(prepared.spec_of_codes(place), operand)});
 }
 
 Directions input_operands(const ForwardPass& pass, const char* op, const Tensor& x,
@@ -146,7 +148,7 @@ Directions input_operands(const ForwardPass& pass, const char* op, const Tensor&
   const bool is_cut = sharding && sharding->token_dim;
   const at::TensorList given = layers.prequantized.x;
   const auto is_read = [&](const Needed& w) {
-    return w.is_needed && (given.empty() || pass.prepared.specs[w.place].is_bf16());
+    return w.is_needed && (given.empty() || pass.prepared.reads_values(w.place));
   };
   const Tensor matrix =
       is_read(row) || is_read(col) ? as_matrix(op, layers.groups ? "A" : "x", x) : rows_of(x);
@@ -170,7 +172,7 @@ Directions weight_operands(const ForwardPass& pass, std::size_t i, const Needed&
   const bool is_experts = layers.groups.has_value();
   const at::TensorList given = layers.operands_of_weight(i);
   const auto reads_values = [&](const Needed& w) {
-    return w.is_needed && (given.empty() || pass.prepared.specs[w.place].is_bf16());
+    return w.is_needed && (given.empty() || pass.prepared.reads_values(w.place));
   };
   const bool is_read = reads_values(row) || reads_values(col);
   if (is_read)
@@ -273,9 +275,22 @@ ModuleState SavedLayers::state_of_rows(std::size_t i) const {
   return in_groups(state_of(i), groups, recipe);
 }
 
+ProductInput backward_input(const SavedLayers& layers, const QuantizedOperand& operand,
+                            Place place) {
+  const PreparedRecipe& recipe = layers.recipe;
+  const Spec& spec = recipe.spec_of_codes(place);
+  if (!recipe.specs[place].is_of_forward())
+    return cast_input(spec, operand.codes, operand.scale, amax_of_codes(spec, operand));
+  // Layers that share x have as many input features.
+  const SymInt& k = layers.features[0][1];
+  std::optional<Tensor> table;
+  if (layers.groups && place == kWgradX) table = layers.groups->table;
+  return values_of_forward(recipe, place, operand, k, layers.x_dtype, table);
+}
+
 ProductInput saved_input(const SavedLayers& layers, const std::vector<Tensor>& saved, std::size_t i,
                          Place place) {
-  return cast_input(layers.recipe.specs[place], saved[i], saved[i + 1], saved[i + 2]);
+  return backward_input(layers, {saved[i], saved[i + 1], saved[i + 2], Tensor()}, place);
 }
 
 ProductInput saved_weight(const SavedLayers& layers, const std::vector<Tensor>& saved,
@@ -284,7 +299,7 @@ ProductInput saved_weight(const SavedLayers& layers, const std::vector<Tensor>& 
   // save the one where the first saved the other.
   const Tensor &first = saved[3 * (i + 1)], &amax = saved[3 * (i + 1) + 2];
   const PreparedRecipe& recipe = layers.recipe;
-  if (!first.defined() || !first.is_floating_point() || recipe.recipe.dgrad.b.is_bf16())
+  if (!first.defined() || !first.is_floating_point() || recipe.reads_values(kDgradW))
     return saved_input(layers, saved, 3 * (i + 1), kDgradW);
   const bool is_experts = layers.groups.has_value();
   ModuleState state = layers.state_of(i);
@@ -294,8 +309,9 @@ ProductInput saved_weight(const SavedLayers& layers, const std::vector<Tensor>& 
   state.is_raised =
       state.sharding && has_amax_of_history(recipe.specs[kFpropW], recipe.specs[kDgradW]);
   const Tensor w = matrices_of(to_dtype(first, layers.x_dtype), is_experts);
-  return product_input(recipe, quantize_weight(recipe, w, {kFpropW, false}, col, state).second,
-                       col);
+  const QuantizedOperand again = quantize_weight(recipe, w, {kFpropW, false}, col, state).second;
+  if (recipe.specs[kDgradW].is_of_forward()) return backward_input(layers, again, kDgradW);
+  return product_input(recipe, again, col);
 }
 
 Tensor input_gradient(const SavedLayers& layers, const QuantizedOperand& g, const Needed& row,

@@ -94,6 +94,9 @@ struct SavedLayers {
   ModuleState state_of_rows(std::size_t i) const;
 };
 
+// Returns an operand of backward that was saved, or that a cast of backward left as codes.
+ProductInput backward_input(const SavedLayers& layers, const QuantizedOperand& operand,
+                            Place place);
 // Returns an operand of backward from its three saved tensors, of which the first is at `i`.
 ProductInput saved_input(const SavedLayers& layers, const std::vector<Tensor>& saved, std::size_t i,
                          Place place);

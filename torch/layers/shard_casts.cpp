@@ -77,7 +77,7 @@ void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Needed& ro
   const bool is_tokens = kOperands[row.place].matrix == Matrix::kX && cut == 0;
   if (!is_tokens)
     options.origin[static_cast<std::size_t>(cut)] = x.sym_size(cut - 2) * sharding.rank;
-  const bool of_row = needs_amax_of_ranks(recipe, row, cut),
+  const bool of_row = needs_amax_of_ranks(recipe, row, cut) && !options.amax_row,
              of_col = needs_amax_of_ranks(recipe, col, cut) && !options.amax_col;
   const Spec &row_spec = recipe.specs[row.place], &col_spec = recipe.specs[col.place];
   if (of_row && of_col && row_spec.has_tensor_amax() && col_spec.has_tensor_amax() &&

@@ -133,10 +133,10 @@ GatheredInput::GatheredInput(std::int64_t readers) : readers_(readers) {
 }
 
 QuantizedOperand GatheredInput::get(const Sharding& sharding, const TokenRuns& runs,
-                                    const QuantizedOperand& shard) {
+                                    const QuantizedOperand& shard, bool columnwise) {
   const std::lock_guard lock(mutex_);
   if (left_ == 0) {
-    operand_ = gather_tokens(sharding, runs, shard, /*columnwise=*/true);
+    operand_ = gather_tokens(sharding, runs, shard, columnwise);
     left_ = readers_;
   }
   const QuantizedOperand out = operand_;

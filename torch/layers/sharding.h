@@ -74,12 +74,12 @@ QuantizedOperand gather_tokens(const Sharding& sharding, const TokenRuns& runs,
 Tensor scatter_sum(const Sharding& sharding, const TokenRuns& runs, const Tensor& dx);
 
 // x as wgrad reads x, with the tokens of all ranks: the first of `readers` layers gathers x, the
-// last one drops it.
+// last one drops it.   columnwise: whether tokens are the columns of the codes
 class GatheredInput : public torch::CustomClassHolder {
  public:
   explicit GatheredInput(std::int64_t readers);
   QuantizedOperand get(const Sharding& sharding, const TokenRuns& runs,
-                       const QuantizedOperand& shard);
+                       const QuantizedOperand& shard, bool columnwise);
 
  private:
   std::int64_t readers_, left_ = 0;

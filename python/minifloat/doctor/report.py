@@ -70,7 +70,7 @@ def as_text(about: dict[str, Any]) -> Iterator[str]:
         if section == "recipes":
             yield "  (forward and backward, nn.Linear in bf16 = 1; the row of bf16 shows the noise)"
             for name, row in parts.items():
-                yield f"  {name:<19}{row['speed']}"
+                yield f"  {name:<21}{row['speed']}"
                 for layer in ("linear", "experts"):
                     yield from (f"    {layer:<8} {engine}" for engine in row[layer])
         elif isinstance(parts, dict):

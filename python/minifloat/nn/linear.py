@@ -16,13 +16,14 @@ from torch import Tensor, nn
 from .._native import ops
 from ..checks import require_bool, require_int, require_text
 from ..private_torch import is_transformed, tracing_state
-from ..recipe import Recipe
+from ..recipe import FORWARD_W, Recipe
 from ..tensor.directions import require_nearest
 from ..tensor.quantized_tensor import QuantizedTensor
 from .accumulation import TAKER, take_gradients, weight_sums
 from .cache.operand_cache import SharedInput, conditions_of, weight_codes
 from .convert.fast_paths import disable_fast_path, enable_fast_path
 from .registry import GatherPlan, WeightGather, distributed_functions, is_distributed
+from .shared_amax import AmaxGroup
 from .state.model_state import share_random_state
 from .state.recipe_state import (
     DEFAULT_DELAYED,
@@ -101,6 +102,8 @@ class Linear(RecipeState, nn.Linear):
     shared_input: SharedInput | None
     # How FSDP2 gathers the weight as codes; None: in the compute dtype.
     gather_plan: GatherPlan | None = None
+    # The layers whose weights share this one's amax; None: it has its own.
+    amax_group: AmaxGroup | None = None
 
     def __init__(
         self,
@@ -134,6 +137,8 @@ class Linear(RecipeState, nn.Linear):
         weight, is_compiling = parameter_of(self, "weight"), torch.compiler.is_compiling()
         sums = weight_sums(self, weight)
         if is_distributed(weight):
+            if self.amax_group is not None:
+                self.amax_group.weights(self.recipe)  # raises an error
             return distributed_functions.forward(self, input)
         if not weight.is_contiguous():
             weight = weight.contiguous()
@@ -143,7 +148,12 @@ class Linear(RecipeState, nn.Linear):
         # An argument left out takes less time than its default.
         given = self.op_state(weight.device)
         history = given.get("amax_history")
-        operands = weight_operands(weight, recipe, needs_gradient(input), history)
+        has_dgrad = needs_gradient(input)
+        operands = (
+            weight_operands(weight, recipe, has_dgrad, history)
+            if self.amax_group is None
+            else self.amax_group.operands(self, input, has_dgrad)
+        )
         if operands is not None:
             given["weight_operands"] = operands
         if not is_compiling and type(input) is Tensor and not input.is_meta:
@@ -253,6 +263,7 @@ def adopt(
     module = cast(Linear, module)
     module.shared_input = None
     module.gather_plan = gather_plan
+    module.amax_group = None
     module.weight_gather = None
     module._forget()
     return module
@@ -296,14 +307,21 @@ def restore_linear(module: Linear) -> None:
 # ---- primary weights -----------------------------------------------------------------------------
 
 
+def specs_of_weight(recipe: Recipe) -> tuple[str, str | None]:
+    """Returns the specs of W's rowwise and columnwise codes; None: dgrad reads the rowwise ones."""
+    col = recipe.dgrad.b
+    return recipe.fprop.b, None if col == FORWARD_W else col
+
+
 def reason_against_recipe(recipe: Recipe) -> str | None:
     """Returns why a recipe does not read the codes of a QuantizedTensor; None where it does."""
-    specs = recipe.fprop.b, recipe.dgrad.b
+    specs = specs_of_weight(recipe)
     if "bf16" in specs:
         return f"{recipe} reads the weight in high precision"
     try:
         for spec in specs:
-            require_nearest(spec, False)
+            if spec is not None:
+                require_nearest(spec, False)
     except ValueError as error:
         return str(error)
     return None
@@ -329,7 +347,7 @@ def make_primary(
     is_row_major: bool = False,
 ) -> None:
     """Replaces parameters of a converted module by QuantizedTensors: a weight, or 3D ones."""
-    row, col = recipe.fprop.b, recipe.dgrad.b
+    row, col = specs_of_weight(recipe)
     specs = (col, row) if is_row_major else (row, col)  # of the parameter as it lies in memory
     for name in names:
         weight = module.get_parameter(name)

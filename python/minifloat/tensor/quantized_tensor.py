@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from ..private_torch import OpOverload
-from ..recipe import Recipe
+from ..recipe import FORWARD_W, Recipe
 from ..spec import Spec
 from .directions import TENSORS, require_direction, require_nearest, transposed, weight_shape
 from .memory import MemoryOfCodes
@@ -209,7 +209,9 @@ class QuantizedTensor(MemoryOfCodes, Tensor):
         row = col = Operand.none(self.device)
         if recipe.fprop.b != "bf16":
             row = Operand.of(self.direction(recipe.fprop.b, is_row_major))
-        if columnwise and recipe.dgrad.b != "bf16":
+        if columnwise and recipe.dgrad.b == FORWARD_W:
+            col = row
+        elif columnwise and recipe.dgrad.b != "bf16":
             col = Operand.of(self.direction(recipe.dgrad.b, not is_row_major))
         return Operands(row, col).tensors()
 

@@ -32,6 +32,7 @@ class Minifloat:
         amax_history_length, amax_algorithm, margin: the fields of mf.nn.DelayedScaling.
         recompute: what backward computes again instead of saving: "weight", or None, nothing.
         fuse: whether feed-forwards are one op (docs/memory.md).
+        share_amax: "servers": weights that servers fuse have one amax (docs/choose.md), or None.
     """
 
     recipe: str = ""
@@ -44,6 +45,7 @@ class Minifloat:
     margin: int = 0
     recompute: Literal["weight"] | None = None
     fuse: bool = False
+    share_amax: Literal["servers"] | None = None
 
 
 def options_of(settings: Minifloat) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from ..linear import (
 )
 from ..names import unwrapped
 from ..registry import CODES, COMPUTE_DTYPE, expert_functions
+from ..shared_amax import GATHERED_WHOLE, SHARE_AMAX, find_groups
 from ..state.model_state import (
     require_same_random_state,
     share_random_state,
@@ -68,6 +69,7 @@ def quantize_(
     fuse: bool = False,
     recompute: str | None = None,
     accumulate: str | None = None,
+    share_amax: str | None = None,
 ) -> Report:
     """Converts linear layers and experts in place, and reports which ones.
 
@@ -120,14 +122,19 @@ def quantize_(
             product where the GPU's kernel can: "main_grad", the attribute main_grad of the weight,
             which the caller allocates, zeroes and reads; "grad", .grad, which is float32. None:
             autograd receives the gradient in the weight's dtype (docs/memory.md).
+        share_amax: "servers": the weights of q, k and v, and of gate and up, which vLLM and SGLang
+            multiply as one, have one amax where they have a scale of the tensor
+            (docs/choose.md). Each forward then casts them again, and reads their amaxes, also
+            within micro-batches; FSDP2 gathers them in the compute dtype. None: each has its own.
 
     Returns:
         The names of converted layers with their recipes, and of others with reasons.
 
     Raises:
         TypeError, ValueError: an argument is not as expected, a text of filter_fqns or a glob of
-            the recipe map matches no module, or no layer is left to convert. The model is unchanged
-            after any error.
+            the recipe map matches no module, or no layer is left to convert; share_amax with
+            primary or recompute, or where no layers can share one. The model is unchanged after any
+            error.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
@@ -148,6 +155,12 @@ def quantize_(
     require_bool("fuse", fuse)
     require_one_of("recompute", recompute, RECOMPUTE)
     require_one_of("accumulate", accumulate, ACCUMULATE)
+    require_one_of("share_amax", share_amax, SHARE_AMAX)
+    if share_amax and (primary or recompute):
+        raise ValueError(
+            "share_amax: expected primary=False and recompute=None with it, got "
+            f"primary={primary}, recompute={recompute!r}"
+        )
     recipe_map, policy = read_recipe(recipe, keep)
     filters = Filters(model, recipe_map, filter_fqns, filter_fn, policy)
     selection = select(
@@ -156,7 +169,9 @@ def quantize_(
     require_chosen(selection)
     if any(choice.recipe.is_stochastic for choice in selection.chosen):
         require_same_random_state(model, seed, data_parallel_rank)
+    groups = find_groups(model, selection.chosen) if share_amax else {}
     plans = plan_gathers(model, selection.chosen, gather, primary)
+    plans |= {fqn: (None, GATHERED_WHOLE) for fqn in groups}
 
     layers: list[RecipeState] = []
     with ExitStack() as undo:
@@ -168,6 +183,7 @@ def quantize_(
             plan = plans[choice.fqn][0]
             if isinstance(choice.module, nn.Linear):
                 layer = adopt(choice.module, choice.recipe, choice.fqn, delayed_scaling, plan)
+                layer.amax_group = groups.get(choice.fqn)
                 if primary:
                     make_primary(layer, choice.names, choice.recipe, keep_high_precision_init)
                 new: list[RecipeState] = [layer]

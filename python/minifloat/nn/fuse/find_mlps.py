@@ -20,6 +20,7 @@ from typing import cast
 
 from torch import nn
 
+from ...recipe import FORWARD_X
 from ...spec import Spec
 from ..linear import Linear
 from ..names import clean_name
@@ -91,7 +92,8 @@ def layers_of(parent: nn.Module) -> dict[str, Linear] | None:
 def require_one_op(layers: list[Linear]) -> None:
     """Raises ValueError where layers of a feed-forward cannot be one op."""
     recipe = layers[0].recipe
-    of_x = Spec.parse(recipe.fprop.a), Spec.parse(recipe.wgrad.b)
+    texts = recipe.fprop.a, recipe.wgrad.b
+    of_x = [Spec.parse(text) for text in texts if text != FORWARD_X]
     if any(layer.recipe.text != recipe.text for layer in layers):
         raise ValueError("its layers have several recipes")
     if any(layer.accumulate != layers[0].accumulate for layer in layers):

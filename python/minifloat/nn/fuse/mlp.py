@@ -222,9 +222,9 @@ def op_layers(module: MLP, x: Any) -> list[Linear] | None:
     """Returns the layers where the op computes what they do of this input, in its order; else None.
 
     None where they are converted under other recipes, or replaced; where what the module's own
-    forward reads has changed; where hooks see what its parts return; where a weight is a DTensor,
-    or one is codes and another is not; under autocast; of meta and nested tensors; and where dtypes
-    or devices differ.
+    forward reads has changed; where hooks see what its parts return; where layers share an amax;
+    where a weight is a DTensor, or one is codes and another is not; under autocast; of meta and
+    nested tensors; and where dtypes or devices differ.
     """
     parts, reads = module.mlp_parts, module.mlp_reads
     if parts is None or reads is None or not parts.recipe:
@@ -253,6 +253,8 @@ def op_layers(module: MLP, x: Any) -> list[Linear] | None:
     for name in parts.layers:
         layer = getattr(module, name, None)
         if not is_layer(layer) or layer.recipe.text != parts.recipe or has_hooks(layer):
+            return None
+        if layer.amax_group is not None:  # whose codes the layer makes
             return None
         if torch.compiler.is_compiling():
             _ = layer.forward  # which is guarded then, as a read of __dict__ is not

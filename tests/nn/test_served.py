@@ -1,0 +1,161 @@
+"""Recipes that train a model as it is served: the forward is that of a server, bit for bit.
+
+The server is written in tests/support/serving.py from the bytes of the weights alone. Where the
+sums of the products are exact, log-probabilities are equal; elsewhere each layer's output is within
+the bound of its sums.
+"""
+
+import copy
+from itertools import pairwise
+
+import minifloat as mf
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.support import serving
+from tests.support.exact_sums import granule, order_bound, require_exact_sum
+
+PRESETS = [name for name in mf.presets() if name.endswith("_served")]
+VOCABULARY, K, N = 32, 256, 128
+
+
+def narrow(*shape, top):
+    """Draws bfloat16 values from top / 8 to top of both signs, and one of `top` in each row.
+
+    Each block of a row, of 16 to 128 values, then has an amax between top / 2 and top, so that few
+    binades hold all values of a product.
+    """
+    x = (torch.rand(*shape) * 7 / 8 + 1 / 8) * (torch.randint(0, 2, shape) * 2 - 1)
+    x[..., ::128] = 1
+    return (x * top).bfloat16()
+
+
+class Model(nn.Module):
+    """An embedding, linear layers with an activation after each, and a head."""
+
+    def __init__(self, widths, activation):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, widths[0])
+        self.layers = nn.ModuleList(nn.Linear(k, n, bias=False) for k, n in pairwise(widths))
+        self.lm_head = nn.Linear(widths[-1], VOCABULARY, bias=False)
+        self.activation = activation
+
+    def forward(self, tokens):
+        h = self.embed(tokens)
+        for layer in self.layers:
+            h = self.activation(layer(h))
+        return self.lm_head(h).float().log_softmax(-1)
+
+
+def weight_bytes(layer, spec):
+    """Returns the codes and scales of a bfloat16 weight, as a checkpoint has them."""
+    q = mf.tensor.quantize(layer.weight.detach().bfloat16(), spec)
+    raw = q.scale if q.scale.dtype == torch.float32 else q.scale.view(torch.uint8)
+    return serving.operand_of(q.codes, raw, q.amax, spec)
+
+
+def served(model, recipe, tokens):
+    """Returns a server's log-probabilities, and the operands of each of its products."""
+    h, operands = model.embed(tokens).detach().bfloat16(), []
+    for layer in model.layers:
+        x = serving.quantize_tokens(h, recipe.fprop.a)
+        operands.append((x, weight_bytes(layer, recipe.fprop.b)))
+        h = model.activation(serving.linear(*operands[-1]))
+    head = F.linear(h, model.lm_head.weight.detach().bfloat16())
+    return head.float().log_softmax(-1), operands
+
+
+@pytest.mark.parametrize("master", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", PRESETS)
+def test_log_probabilities_are_those_of_the_server(name, master):
+    """A float32 master is rounded by autocast, as the checkpoint that the server quantizes is."""
+    torch.manual_seed(0)
+    recipe, model = mf.Recipe(name), Model([K, N], F.relu).to(master)
+    # Scales by these amaxes are powers of two: 1.3125 = 2688 / 2^11, 1.75 = 448 / 2^8.
+    top = 1.3125 if recipe.fprop.b.startswith("nvfp4") else 1.75
+    with torch.no_grad():
+        model.embed.weight.copy_(narrow(VOCABULARY, K, top=1.75))
+        weight = narrow(N, K, top=top).to(master)
+        if master == torch.float32:  # which bfloat16 rounds back
+            weight *= 1 + 2.0**-10 * (torch.rand(N, K) - 0.5)
+        model.layers[0].weight.copy_(weight)
+    tokens = torch.randint(0, VOCABULARY, (64,))
+    want, operands = served(model, recipe, tokens)
+    for x, w in operands:
+        magnitude = x.values.abs() @ w.values.abs().t()
+        require_exact_sum(
+            magnitude, granule(x.values, 1)[:, None] * granule(w.values, 1)[None], name
+        )
+    mf.quantize_(model, name)
+    with torch.autocast("cpu", torch.bfloat16, enabled=master == torch.float32):
+        got = model(tokens)
+    assert torch.equal(got, want)
+    got.sum().backward()  # it is the forward of training
+    assert model.layers[0].weight.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_layers_are_those_of_the_server_within_the_bound_of_sums(name):
+    """Both round their sums to bf16, which differ by a step of 2^-8 of the value at most."""
+    torch.manual_seed(1)
+    recipe, model = mf.Recipe(name), Model([K, N, 192], F.silu).bfloat16()
+    calls = []
+    mf.quantize_(model, name)
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *call: calls.append(call))
+    model(torch.randint(0, VOCABULARY, (64,)))
+    assert len(calls) == len(model.layers)
+    for layer, (h,), y in calls:
+        x = serving.quantize_tokens(h.detach(), recipe.fprop.a)
+        w = weight_bytes(layer, recipe.fprop.b)
+        want, got = serving.linear(x, w), y.detach()
+        magnitude = (x.values.abs() @ w.values.abs().t()) * w.factors.t() * x.factors
+        bound = order_bound(magnitude, layer.in_features, roundings=4) + 2.0**-8 * want.abs()
+        assert ((got.double() - want.double()).abs() <= bound).all()
+
+
+def test_each_token_is_quantized_alone():
+    """A token's log-probabilities do not depend on the tokens beside it, as in a server's batch."""
+    torch.manual_seed(2)
+    model = Model([K, N], F.relu).bfloat16()
+    mf.quantize_(model, "nvfp4_served")
+    with torch.no_grad():
+        model.embed.weight[0] *= 1000
+        y = model.layers[0](model.embed(torch.tensor([0, 5, 6, 7])))
+        assert torch.equal(y[1:], model.layers[0](model.embed(torch.tensor([1, 5, 6, 7])))[1:])
+
+
+class Mixture(nn.Module):
+    """A linear layer with a bias, a feed-forward that may be one op, and experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(128, 128)
+        self.w1, self.w3 = (nn.Linear(128, 256, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(256, 128, bias=False)
+        self.moe = mf.MoE(128, 64, 4, 2)
+
+    def forward(self, x):
+        x = self.first(x)
+        x = x + self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return x + self.moe(x)
+
+
+@pytest.mark.parametrize("recompute", [None, "weight"])
+def test_compiled_code_and_recomputed_weights_give_the_same_bits(recompute):
+    torch.manual_seed(3)
+    model, x = Mixture().bfloat16(), torch.randn(32, 128).bfloat16()
+    other = copy.deepcopy(model)
+    mf.quantize_(model, "nvfp4_served", keep="nothing")
+    mf.quantize_(other, "nvfp4_served", keep="nothing", recompute=recompute)
+    other.compile(backend="aot_eager", fullgraph=True)
+    found = []
+    for each in (model, other):
+        leaf = x.clone().requires_grad_()
+        y = each(leaf)
+        used = [p for p in each.parameters() if p.requires_grad]
+        found.append([y, *torch.autograd.grad(y.float().square().mean(), [leaf, *used])])
+    for got, want in zip(*found):
+        assert torch.equal(got, want)
