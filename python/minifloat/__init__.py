@@ -32,6 +32,7 @@ from .nn.fuse.mlp import MLP
 from .nn.linear import Linear
 from .nn.state.model_state import load_training_state, step, training_state
 from .recipe import Recipe, RecipeMap, presets
+from .serving.export import export
 from .tensor.quantized_tensor import QuantizedTensor
 
 __all__ = [
@@ -44,6 +45,7 @@ __all__ = [
     "Report",
     "engines",
     "expert_parallel",
+    "export",
     "grouped_mlp",
     "inspect",
     "linear",
