@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..checks import require_bool, require_module, require_one_of
@@ -31,6 +30,7 @@ from ..spec import Spec
 from ..tensor.quantized import Quantized
 from .codes import input_tensors, tensors_of
 from .configuration import write_configuration, write_json
+from .ranks import is_writer, of_all_ranks
 from .schemes import COMPRESSED_TENSORS, FORMATS, MODELOPT
 from .weights import Found, Names, Weight, find, fused_group, names_of, whole_of, without_values
 
@@ -131,23 +131,6 @@ def problems_of(
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         problems["folder"] = f"expected an absent or empty one, got {folder}"
     return problems
-
-
-def is_writer() -> bool:
-    return not has_ranks() or dist.get_rank() == 0
-
-
-def has_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-
-
-def of_all_ranks(value: Any) -> list[Any]:
-    """Returns the value of each rank."""
-    if not has_ranks():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def raise_together(found: Found, problems: dict[str, str]) -> None:
