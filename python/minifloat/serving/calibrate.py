@@ -3,8 +3,8 @@
 A linear layer's input is seen by a hook. The hidden layer of experts is not: it is made and cast
 within one op. So the ops within an experts module's forward are watched: the products of codes,
 which come in the order of the module's matrices and have the amax of their first operand, and
-SwiGLU. There h is computed again without the routing weights, by which training multiplies h, and
-servers the result.
+SwiGLU, or the module's own activation. There h is computed without the routing weights, by which
+training multiplies h, and servers the result.
 """
 
 from __future__ import annotations
@@ -13,13 +13,21 @@ import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from .._native import ops
 from ..checks import require_module
+from ..moe.convert.projections import (
+    FORMULA,
+    Formula,
+    ProjectionExperts,
+    activate,
+    biases_of,
+    gate_of,
+)
 from ..nn.grouped_product import products_by_weight
 from ..nn.linear import Linear
 from ..nn.names import clean_name, join, unwrapped
@@ -76,9 +84,11 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
         for module, mode in training:
             undo.callback(setattr, module, "training", mode)
         inner.eval()
-        watch(inner, layers, found, undo)
+        experts = watch(inner, layers, found, undo)
         for batch in batches:
             run(model, batch)
+            for products in experts:
+                products.require_known()
     return joined(layers, found)
 
 
@@ -106,8 +116,9 @@ def run(model: nn.Module, batch: Any) -> None:
 
 def watch(
     model: nn.Module, layers: Mapping[str, RecipeState], found: dict[str, Tensor], undo: ExitStack
-) -> None:
-    """Records the amaxes of inputs in `found` until `undo` is closed."""
+) -> list[Products]:
+    """Records the amaxes of inputs in `found` until `undo` is closed; returns those of experts."""
+    experts = []
     for raw_fqn, module in model.named_modules():
         fqn = clean_name(raw_fqn)
         if fqn in layers:
@@ -115,11 +126,13 @@ def watch(
             undo.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
         names = [join(fqn, name) for name in products_by_weight(module)]
         if any(name in layers for name in names):
-            products = Products(names, found)
+            products = Products(module, names, found)
             enter = module.register_forward_pre_hook(lambda *_, of=products: of.begin())
             leave = module.register_forward_hook(lambda *_, of=products: of.end(), always_call=True)
             undo.callback(enter.remove)
             undo.callback(leave.remove)
+            experts.append(products)
+    return experts
 
 
 def see_input(
@@ -127,9 +140,7 @@ def see_input(
 ) -> None:
     """Records a linear layer's input."""
     x = args[0] if args else kwargs["input"]
-    local = getattr(x, "_local_tensor", x)
-    if local.numel():
-        note(found, name, local.detach().abs().amax())
+    note(found, name, amax_of(getattr(x, "_local_tensor", x)))
 
 
 def note(found: dict[str, Tensor], name: str, amax: Tensor) -> None:
@@ -140,9 +151,9 @@ def note(found: dict[str, Tensor], name: str, amax: Tensor) -> None:
 class Products(TorchDispatchMode):
     """Records the amaxes of the first operands of a module's products of codes, in their order."""
 
-    def __init__(self, names: list[str], found: dict[str, Tensor]) -> None:
+    def __init__(self, module: nn.Module, names: list[str], found: dict[str, Tensor]) -> None:
         super().__init__()
-        self.names, self.found = names, found
+        self.module, self.names, self.found = module, names, found
         self.amaxes: list[Tensor] = []
         self.hidden: list[Tensor] = []
 
@@ -152,27 +163,51 @@ class Products(TorchDispatchMode):
 
     def end(self) -> None:
         self.__exit__(None, None, None)
-        if len(self.amaxes) != len(self.names) or len(self.hidden) != 1:
+        if self.is_known():
+            for name, amax in zip(self.names, [*self.amaxes[:-1], *self.hidden]):
+                note(self.found, name, amax)
+
+    def is_known(self) -> bool:
+        """Tells whether the last forward was that of experts, with one hidden layer."""
+        return len(self.amaxes) == len(self.names) and len(self.hidden) == 1
+
+    def require_known(self) -> None:
+        if not self.is_known():
             raise ValueError(
-                f"calibrate: {', '.join(self.names)}: expected a forward of SwiGLU experts, got "
-                f"{len(self.amaxes)} products and {len(self.hidden)} SwiGLUs; pass "
+                f"calibrate: {', '.join(self.names)}: expected {len(self.names)} products and one "
+                f"activation in a forward, got {len(self.amaxes)} and {len(self.hidden)}; pass "
                 "weight_only=True to mf.export instead of amaxes"
             )
-        for name, amax in zip(self.names, [*self.amaxes[:-1], *self.hidden]):
-            note(self.found, name, amax)
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
     ) -> object:
         kwargs = kwargs or {}
+        out = func(*args, **kwargs)
         if func is ops.scaled_mm.default and args[2].numel():
             self.amaxes.append(args[2].amax())
+            if len(self.amaxes) == 1 and self.activates_itself:
+                self.hidden.append(amax_of(activate(self.module, cast(Tensor, out))))
         if func in (ops.swiglu.default, ops.quantize_swiglu.default):
             product, other, weights = args[:3]
             form = {k: v for k, v in kwargs.items() if k in FORM}
             h = ops.swiglu.default(product, other, torch.ones_like(weights), **form)
-            self.hidden.append(h.abs().amax() if h.numel() else h.new_zeros(()))
-        return func(*args, **kwargs)
+            self.hidden.append(amax_of(h))
+        return out
+
+    @property
+    def activates_itself(self) -> bool:
+        """Whether a module of transformers computes h of the first product, which has no bias."""
+        module = self.module
+        if not isinstance(module, ProjectionExperts):
+            return False
+        form: Formula = module.__dict__[FORMULA]
+        return gate_of(module, form) is None and biases_of(module, form) == (None, None)
+
+
+def amax_of(values: Tensor) -> Tensor:
+    """Returns the largest magnitude, 0 of no values."""
+    return values.detach().abs().amax() if values.numel() else values.new_zeros(())
 
 
 def joined(layers: Mapping[str, RecipeState], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
