@@ -52,7 +52,7 @@ def scale_of(text: str, scale: Tensor, rows: Tensor, scheme: Scheme, format: str
     """Returns the scales of some rows as a server reads them."""
     spec = Spec.parse(text)
     if scheme.strategy == "tensor":
-        return scale.reshape(1) if format == COMPRESSED_TENSORS else scale.reshape(())
+        return scale.reshape(1 if format == COMPRESSED_TENSORS else ()).clone()
     if scheme.strategy == "channel":
         of_rows = scale[rows.to(scale.device)]
         return of_rows if format == MODELOPT else of_rows[:, None]

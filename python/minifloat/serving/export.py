@@ -235,9 +235,10 @@ class Writer:
         """Keeps tensors until their files are complete, which are then written."""
         from safetensors.torch import save_file
 
-        for name, tensor in tensors.items():
-            file = self.files[name]
-            self.held[file][name] = tensor.contiguous()
+        for name, tensor in tensors.items():  # safetensors takes none that shares memory
+            file, tensor = self.files[name], tensor.contiguous()
+            is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+            self.held[file][name] = tensor.clone() if is_view else tensor
             self.missing[file].discard(name)
             if not self.missing[file]:
                 self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,327 @@
+"""mf.export's folders, as compressed-tensors and transformers read them: the codes, to the bit."""
+
+import json
+from functools import partial
+
+import huggingface_hub
+import minifloat as mf
+import pytest
+import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
+from transformers import AutoModelForCausalLM
+
+from tests.support.same_bits import require_all_same, require_same_bytes
+from tests.support.served_models import (
+    converted,
+    export,
+    layer,
+    llama,
+    mixtral,
+    qwen3_moe,
+    read,
+    tokens,
+    weight_recipe,
+)
+
+SPECS = (
+    "nvfp4",
+    "nvfp4+up",
+    "nvfp4+pow2",
+    "nvfp4+4over6",
+    "nvfp4/16x16",
+    "nvfp4/16x16+4over6",
+    "mxfp8",
+    "mxfp8/32x32",
+    "mxfp4",
+    "mxfp4+floor",
+    "e4m3/tensor",
+    "e4m3/row",
+    "e4m3/row+exact",
+    "e4m3/128x128",
+    "e4m3/128x128+exact",
+)
+CODES = ("weight_packed", "weight")
+
+
+def decompress(tensors, name, config):
+    """Returns the values that compressed-tensors computes of a layer."""
+    known = QuantizationConfig.model_validate(config["quantization_config"])
+    ((_, scheme),) = known.config_groups.items()
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    return compressor.decompress(layer(tensors, name), scheme)["weight"]
+
+
+def values(weight, spec, dtype):
+    return mf.tensor.dequantize(mf.tensor.quantize(weight, spec), dtype)
+
+
+def plain_model(build, spec, dtype, folder):
+    """Returns the model with the values of the codes as weights, saved and loaded."""
+    model = build()
+    mf.quantize_(model, weight_recipe(spec))
+    weights = {n: values(w, spec, dtype) for n, w in converted(model).items()}
+    mf.restore_(model)
+    parameters = dict(model.named_parameters())
+    for name, weight in weights.items():
+        parameter = parameters.get(name, parameters.get(f"{name}.weight"))
+        parameter.data.copy_(weight)
+    model.save_pretrained(folder)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+# ---- weights -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_folder_has_the_codes_and_their_values(spec, tmp_path):
+    """compressed-tensors computes FP8 in the scales' float32, and other formats in bfloat16.
+
+    NVFP4's tensor scale is applied in another order there, in float32: s / S, then times the code.
+    That is at most 3 roundings away, 2^-22 of a value, and rounds to the same bfloat16 but where a
+    midpoint lies between: about once in 2^14 values, and nowhere in these weights.
+    """
+    model = llama()
+    mf.quantize_(model, weight_recipe(spec))
+    tensors, config = export(model, tmp_path / "out")
+    assert config["quantization_config"]["ignore"] == ["lm_head"]
+    for name, weight in converted(model).items():
+        found = layer(tensors, name)
+        (codes,) = (found[key] for key in CODES if key in found)
+        require_same_bytes(codes.view(torch.uint8), mf.tensor.quantize(weight, spec).codes, name)
+        got = decompress(tensors, name, config)
+        assert got.dtype == (torch.float32 if spec.startswith("e4m3") else torch.bfloat16)
+        require_same_bytes(got, values(weight, spec, got.dtype), name)
+    for name in ("lm_head.weight", "model.embed_tokens.weight", "model.norm.weight"):
+        require_same_bytes(tensors[name], model.state_dict()[name], name)
+
+
+@pytest.mark.parametrize("spec", ["nvfp4/16x16", "mxfp8", "e4m3/row"])
+def test_codes_of_a_primary_model_are_written_as_they_are(spec, tmp_path):
+    recipe = f"fprop=bf16*{spec} dgrad=bf16*{spec} wgrad=bf16*bf16"
+    models = [llama(), llama()]
+    mf.quantize_(models[0], recipe)
+    mf.quantize_(models[1], recipe, primary=True)
+    (got, _), (want, _) = (export(m, tmp_path / str(i)) for i, m in enumerate(models))
+    require_all_same(list(got.values()), list(want.values()))
+    assert list(got) == list(want)
+
+
+def test_weights_are_rounded_to_the_dtype_of_forwards(tmp_path):
+    model = llama()
+    mf.quantize_(model, weight_recipe("nvfp4"))
+    tensors, _ = export(model, tmp_path / "out", dtype=torch.bfloat16)
+    for name, weight in converted(model).items():
+        want = mf.tensor.quantize(weight.bfloat16(), "nvfp4").codes
+        require_same_bytes(tensors[f"{name}.weight_packed"], want, name)
+
+
+def test_delayed_scaling_has_the_scale_of_the_next_forward(tmp_path):
+    model = llama()
+    mf.quantize_(model, "fp8_delayed")
+    model(input_ids=tokens(), labels=tokens()).loss.backward()
+    mf.step(model)
+    with torch.no_grad():
+        for weight in converted(model).values():
+            weight.mul_(1.5)  # past the amax that the scale is of: codes saturate
+    tensors, _ = export(model, tmp_path / "out")
+    for name, module in model.named_modules():
+        if isinstance(module, mf.Linear):
+            amax = module.amax_history[1, 0]
+            want = mf.tensor.quantize(module.weight.detach(), "e4m3/tensor+delayed", amax=amax)
+            require_same_bytes(tensors[f"{name}.weight"].view(torch.uint8), want.codes, name)
+            require_same_bytes(tensors[f"{name}.weight_scale"], want.scale.reshape(1), name)
+
+
+# ---- transformers --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dequantize", [False, True])
+@pytest.mark.parametrize("spec", ["nvfp4", "mxfp8/32x32", "mxfp4", "e4m3/tensor", "e4m3/128x128"])
+def test_transformers_computes_what_the_values_give(spec, dequantize, tmp_path):
+    """The loaded model has the plain model's weights, and runs the same ops on them."""
+    dtype = torch.float32 if spec.startswith("e4m3") else torch.bfloat16
+    model = llama()
+    mf.quantize_(model, weight_recipe(spec))
+    mf.export(model, tmp_path / "out")
+    config = {"quant_method": "compressed-tensors", "dequantize": dequantize}
+    saved = json.loads((tmp_path / "out/config.json").read_text())
+    saved["quantization_config"] |= config
+    (tmp_path / "out/config.json").write_text(json.dumps(saved))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=dtype).eval()
+    with torch.no_grad():
+        got = loaded(tokens()).logits
+        want = plain_model(llama, spec, dtype, tmp_path / "plain")(tokens()).logits
+    require_same_bytes(got, want)
+
+
+def test_shards_and_their_index_load_as_one_file_does(tmp_path, monkeypatch):
+    model = llama(tie_word_embeddings=True)
+    mf.quantize_(model, weight_recipe("e4m3/row"))
+    one, _ = export(model, tmp_path / "one")
+    name = "split_state_dict_into_shards_factory"
+    small = partial(getattr(huggingface_hub, name), max_shard_size=50_000)
+    monkeypatch.setattr(huggingface_hub, name, small)
+    several, _ = export(model, tmp_path / "several")
+    index = json.loads((tmp_path / "several/model.safetensors.index.json").read_text())
+    files = {path.name for path in (tmp_path / "several").glob("*.safetensors")}
+    assert len(files) > 2
+    assert files == {*index["weight_map"].values()}
+    assert {*one} == {*several} == {*index["weight_map"]}
+    assert "lm_head.weight" not in one
+    require_all_same([one[key] for key in one], [several[key] for key in one])
+    loaded = [AutoModelForCausalLM.from_pretrained(tmp_path / f) for f in ("one", "several")]
+    with torch.no_grad():
+        require_same_bytes(*(m(tokens()).logits for m in loaded))
+
+
+# ---- experts -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [mixtral, qwen3_moe])
+def test_transformers_loads_experts(build, tmp_path):
+    """transformers computes FP8 experts in bfloat16: exactly where scales are powers of two."""
+    model = build()
+    mf.quantize_(model, weight_recipe("e4m3/row"))
+    mf.export(model, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    parameters = dict(loaded.named_parameters())
+    found = {n: w for n, w in converted(model).items() if ".experts." in n}
+    assert len(found) == 2
+    for name, weight in found.items():
+        want = values(weight, "e4m3/row", torch.float32)
+        require_same_bytes(parameters[name].detach().float(), want, name)
+
+
+@pytest.mark.parametrize("spec", ["nvfp4/16x16", "nvfp4+4over6", "mxfp8", "mxfp4", "e4m3/tensor"])
+def test_each_expert_is_a_layer_with_its_rows_of_the_codes(spec, tmp_path):
+    model = qwen3_moe()
+    mf.quantize_(model, weight_recipe(spec))
+    tensors, config = export(model, tmp_path / "out")
+    prefix = "model.layers.0.mlp.experts"
+    weights = converted(model)
+    gate_up, down = (weights[f"{prefix}.{name}"] for name in ("gate_up_proj", "down_proj"))
+    for expert in range(4):
+        for name, whole, rows in (
+            ("gate_proj", gate_up, slice(0, 64)),
+            ("up_proj", gate_up, slice(64, 128)),
+            ("down_proj", down, slice(0, 128)),
+        ):
+            got = decompress(tensors, f"{prefix}.{expert}.{name}", config)
+            want = values(whole, spec, got.dtype)[expert, rows]
+            require_same_bytes(got, want, (name, expert))
+    assert config["quantization_config"]["ignore"] == ["model.layers.0.mlp.gate", "lm_head"]
+
+
+def test_experts_that_are_not_converted_keep_their_values(tmp_path):
+    model = qwen3_moe()
+    mf.quantize_(model, "*: fp8_rowwise; *.experts: bf16")
+    tensors, _ = export(model, tmp_path / "out")
+    down = model.model.layers[0].mlp.experts.down_proj.detach()
+    for expert in range(4):
+        name = f"model.layers.0.mlp.experts.{expert}.down_proj.weight"
+        require_same_bytes(tensors[name], down[expert], name)
+
+
+@pytest.mark.parametrize("options", [{}, {"fused_w13": True}, {"fused_w13": True, "limit": 7.0}])
+def test_mixtures_of_this_library_have_names_of_their_own(options, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(mf.MoE(64, 32, experts=4, top_k=2, **options))
+    mf.quantize_(model, weight_recipe("e4m3/row"))
+    tensors, config = export(model, tmp_path / "out")
+    experts = model[0].experts
+    for expert in range(4):
+        if options:
+            w1, w3 = experts.w13[expert].detach().chunk(2)
+        else:
+            w1, w3 = experts.w1[expert].detach(), experts.w3[expert].detach()
+        for name, weight in (("w1", w1), ("w3", w3), ("w2", experts.w2[expert].detach())):
+            got = decompress(tensors, f"0.experts.{expert}.{name}", config)
+            require_same_bytes(got, values(weight, "e4m3/row", torch.float32), name)
+    assert config["quantization_config"]["ignore"] == ["0.router"]
+
+
+# ---- several formats, refusals -------------------------------------------------------------------
+
+
+def test_layers_of_several_formats_are_named(tmp_path):
+    model = qwen3_moe()
+    mf.quantize_(model, "*: mxfp8; *.self_attn.*: fp8_rowwise; *.o_proj: bf16")
+    mf.export(model, tmp_path / "out")
+    _, config = read(tmp_path / "out")
+    about = config["quantization_config"]
+    assert about["format"] == "mixed-precision"
+    attention, experts = about["config_groups"].values()
+    assert attention["format"], experts["format"] == ("float-quantized", "mxfp8-quantized")
+    assert attention["targets"] == [
+        f"model.layers.0.self_attn.{name}_proj" for name in ("q", "k", "v")
+    ]
+    assert experts["targets"] == [
+        rf"re:model\.layers\.0\.mlp\.experts\.\d+\.{name}_proj$" for name in ("gate", "up", "down")
+    ]
+    assert about["ignore"] == [
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.0.mlp.gate",
+        "lm_head",
+    ]
+    QuantizationConfig.model_validate(about)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "why"),
+    [
+        (weight_recipe("mxfp4+rht", "mxfp4+rht"), {}, "servers know no transform of the weight"),
+        (weight_recipe("mxfp4+sr"), {}, "drawn anew in each step"),
+        (weight_recipe("mxfp8/e5m2"), {}, "no server reads weights of mxfp8/e5m2"),
+        (weight_recipe("e4m3/1x128"), {}, "no server reads weights of e4m3/1x128"),
+        ("fprop=bf16*bf16 dgrad=mxfp8*mxfp8 wgrad=bf16*bf16", {}, "in high precision"),
+        (weight_recipe("e4m3/128x128", "e4m3/row"), {}, "no server casts x as e4m3/row"),
+        (weight_recipe("nvfp4", "nvfp4/row"), {}, "no server casts x as nvfp4/row"),
+        ("nvfp4", {}, "pass amaxes=mf.calibrate(model, batches), or weight_only=True"),
+        ("mxfp4", {"format": "modelopt"}, "ModelOpt has no name"),
+        ("fp8_tensorwise", {"format": "modelopt"}, "ModelOpt has no name"),
+    ],
+)
+def test_layers_that_cannot_be_written_are_all_named(recipe, options, why, tmp_path):
+    model = llama()
+    report = mf.quantize_(model, recipe)
+    with pytest.raises(ValueError, match="a model that can be written") as error:
+        mf.export(model, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    for name, _ in report.converted:
+        (line,) = (line for line in str(error.value).splitlines() if f"{name}: " in line)
+        assert why in line
+
+
+def test_weights_and_folders_that_cannot_be_written(tmp_path):
+    def refuse(model, what, folder="out", **options):
+        with pytest.raises(ValueError, match=what):
+            mf.export(model, tmp_path / folder, **options)
+
+    odd = torch.nn.Sequential(torch.nn.Linear(72, 64))
+    mf.quantize_(odd, "mxfp8")
+    refuse(odd, r"\n  0: expected inputs as a multiple of 32, got 72")
+    tied = llama(tie_word_embeddings=True)
+    mf.quantize_(tied, "mxfp8", keep="nothing")
+    refuse(tied, "lm_head: its weight is tied to model.embed_tokens.weight")
+    broken = llama()
+    mf.quantize_(broken, "mxfp8")
+    broken.model.layers[0].mlp.down_proj.weight.data[3, 5] = float("nan")
+    refuse(broken, r"got\n  model.layers.0.mlp.down_proj: its weight has Inf or NaN$")
+    refuse(llama(), "expected layers that mf.quantize_ converted, got none")
+    good = llama()
+    mf.quantize_(good, "mxfp8")
+    refuse(good, "amaxes: lm_head: no converted layer", amaxes={"lm_head": torch.ones(())})
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    refuse(good, "expected an absent or empty one", folder="full")
+    refuse(good, "expected one of compressed-tensors, modelopt, got 'gguf'", format="gguf")
+    assert not (tmp_path / "out").exists()
+    assert len([*(tmp_path / "full").iterdir()]) == 1
+
+
+def test_scales_that_servers_join_are_named(tmp_path):
+    model = llama()
+    mf.quantize_(model, weight_recipe("nvfp4"))
+    with pytest.warns(UserWarning, match="2 groups of layers .* such as .*q_proj, .*k_proj"):
+        mf.export(model, tmp_path / "out")
