@@ -175,6 +175,20 @@ def test_shards_and_their_index_load_as_one_file_does(tmp_path, monkeypatch):
         require_same_bytes(*(m(tokens()).logits for m in loaded))
 
 
+@pytest.mark.parametrize("spec", ["nvfp4", "mxfp8", "e4m3/row+exact"])
+def test_a_loaded_model_saves_the_same_codes(spec, tmp_path):
+    dtype = torch.float32 if spec.startswith("e4m3") else torch.bfloat16
+    model = llama().to(dtype)
+    mf.quantize_(model, weight_recipe(spec))
+    want, _ = export(model, tmp_path / "out")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
+    got, config = read(tmp_path / "again")
+    assert {*got} == {*want}
+    for name, tensor in want.items():
+        require_same_bytes(got[name].view(torch.uint8), tensor.view(torch.uint8), name)
+    assert config["quantization_config"]["quant_method"] == "compressed-tensors"
+
+
 # ---- experts -------------------------------------------------------------------------------------
 
 
