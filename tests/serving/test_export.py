@@ -9,6 +9,7 @@ import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.support.same_bits import require_all_same, require_same_bytes
@@ -281,6 +282,23 @@ def test_layers_of_several_formats_are_named(tmp_path):
     QuantizationConfig.model_validate(about)
 
 
+def test_transformers_loads_layers_of_several_formats(tmp_path):
+    model = llama()
+    specs = {"mlp": "mxfp4", "q_proj": "nvfp4/16x16", "self_attn": "e4m3/row"}
+    recipes = (
+        f"*.{part}*: {weight_recipe(specs[part])}" for part in ("mlp", "self_attn", "q_proj")
+    )
+    mf.quantize_(model, "; ".join(recipes))
+    mf.export(model, tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)
+    with torch.no_grad():
+        loaded(tokens())  # which decompresses
+    weights = loaded.state_dict()
+    for name, weight in converted(model).items():
+        spec = next(spec for part, spec in specs.items() if part in name)
+        require_same_bytes(weights[f"{name}.weight"], values(weight, spec, torch.bfloat16), name)
+
+
 @pytest.mark.parametrize(
     ("recipe", "options", "why"),
     [
@@ -307,6 +325,17 @@ def test_layers_that_cannot_be_written_are_all_named(recipe, options, why, tmp_p
         assert why in line
 
 
+class Batched(torch.nn.Module):
+    """Experts whose matrices are B of a product, (E, K, N)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, 64, 32))
+
+    def forward(self, x):
+        return torch.bmm(x, self.weight)
+
+
 def test_weights_and_folders_that_cannot_be_written(tmp_path):
     def refuse(model, what, folder="out", **options):
         with pytest.raises(ValueError, match=what):
@@ -326,6 +355,15 @@ def test_weights_and_folders_that_cannot_be_written(tmp_path):
     good = llama()
     mf.quantize_(good, "mxfp8")
     refuse(good, "amaxes: lm_head: no converted layer", amaxes={"lm_head": torch.ones(())})
+    meta = torch.nn.Sequential(torch.nn.Linear(64, 64, device="meta"))
+    mf.quantize_(meta, "mxfp8", keep="nothing")
+    refuse(meta, "0: its weight has no values, on meta")
+    adapted = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"]))
+    mf.quantize_(adapted, "mxfp8")
+    refuse(adapted, "adapters: expected adapters that are merged")
+    named = torch.nn.Sequential(Batched())
+    mf.quantize_(named, "mxfp8", experts={"*": ["weight"]})
+    refuse(named, "0.weight: its module's forward alone says how it reads a parameter")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     refuse(good, "expected an absent or empty one", folder="full")

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.support.served_models import llama, qwen3_moe, read
+from tests.support.served_models import llama, qwen3_moe, read, tokens
 from tests.support.worlds import run_world
 
 RANKS = 2
@@ -103,6 +103,9 @@ def check_amaxes(rank):
     mf.quantize_(model, "nvfp4", keep="nothing")
     amaxes = mf.calibrate(model, [torch.full((2, 64), float(rank + 1))])
     assert amaxes["0"] == RANKS
+    batches = [{"input_ids": tokens(i)} for i in range(RANKS)]
+    got = mf.calibrate(sharded("fsdp"), [batches[rank]])
+    assert got == mf.calibrate(whole("fsdp"), batches)
 
 
 def test_ranks_write_the_bytes_of_the_whole_model(tmp_path):

@@ -82,7 +82,10 @@ def global_scale(operand: str, text: str, amax: Tensor, format: str) -> dict[str
     if format == MODELOPT:
         return {"weight_scale_2" if operand == "weight" else "input_scale": factor}
     # Servers invert it again. In fp32 the inverse of the inverse of an inverse is the first one.
-    return {f"{operand}_global_scale": factor.reciprocal().reshape(1)}
+    inverse = factor.reciprocal().reshape(1)
+    if not torch.isfinite(inverse):
+        raise ValueError(f"export: {operand}: expected an amax far from underflow, got {amax}")
+    return {f"{operand}_global_scale": inverse}
 
 
 def input_tensors(x: Spec, amax: Tensor, storage: Storage, format: str) -> dict[str, Tensor]:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..moe.convert.converted import NamedExperts
 from ..moe.layer import Experts
 from ..nn.grouped_product import GroupedProduct, products_by_weight
 from ..nn.linear import Linear
@@ -222,6 +223,8 @@ def find(
 ) -> Found:
     """Sorts the tensors of a model into those that become codes, and others."""
     found = Found([], {}, [], {})
+    if hasattr(model, "peft_config"):
+        found.problems["adapters"] = "expected adapters that are merged, got a model of PEFT's"
     skipped = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     owners: dict[int, str] = {}
     products = dict(converted_weights(model, found.problems))
@@ -262,12 +265,13 @@ def converted_weights(
             if "weight" not in module._parameters:
                 problems[fqn] = "its weight is computed by a parametrization or an adapter"
         by_weight = products_by_weight(module)
-        for name, product in by_weight.items():
-            yield join(fqn, name), (join(fqn, name), product)
-        others = [m for m in module.children() if isinstance(m, GroupedProduct)]
-        for product in others:
-            if product not in by_weight.values():
-                problems[product.fqn] = "its forward alone says which parameter it multiplies"
+        if not isinstance(module, NamedExperts):
+            for name, product in by_weight.items():
+                yield join(fqn, name), (join(fqn, name), product)
+        for product in module.children():
+            is_named = product in by_weight.values() and not isinstance(module, NamedExperts)
+            if isinstance(product, GroupedProduct) and not is_named:
+                problems[product.fqn] = "its module's forward alone says how it reads a parameter"
 
 
 def weight_of(
@@ -285,6 +289,8 @@ def weight_of(
     if isinstance(storage, str):
         return storage
     local = getattr(parameter, "_local_tensor", parameter)
+    if local.is_meta:
+        return "its weight has no values, on meta"
     if is_distributed(parameter) and isinstance(local, QuantizedTensor):
         return "ranks have parts of its codes (primary=True); export it before fully_shard"
     if isinstance(state, GroupedProduct) and state.is_row_major:
