@@ -231,7 +231,16 @@ def test_each_expert_is_a_layer_with_its_rows_of_the_codes(spec, tmp_path):
 def test_experts_that_are_not_converted_keep_their_values(tmp_path):
     model = qwen3_moe()
     mf.quantize_(model, "*: fp8_rowwise; *.experts: bf16")
-    tensors, _ = export(model, tmp_path / "out")
+    tensors, config = export(model, tmp_path / "out")
+    prefix = r"re:model\.layers\.0\.mlp\.experts\.\d+\."
+    assert config["quantization_config"]["ignore"] == [
+        *(f"{prefix}{name}_proj$" for name in ("gate", "up", "down")),
+        "model.layers.0.mlp.gate",
+        "lm_head",
+    ]
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    _, config = export(model, tmp_path / "modelopt", "modelopt")
+    assert "model.layers.0.mlp.experts.*.up_proj" in config["quantization_config"]["ignore"]
     down = model.model.layers[0].mlp.experts.down_proj.detach()
     for expert in range(4):
         name = f"model.layers.0.mlp.experts.{expert}.down_proj.weight"

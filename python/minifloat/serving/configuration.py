@@ -17,7 +17,7 @@ from torch import nn
 
 from .._version import __version__
 from .schemes import COMPRESSED_TENSORS, MODELOPT, Storage
-from .weights import Found, Weight, is_transformers
+from .weights import Found, Weight, is_transformers, pattern_of
 
 PRODUCER = {"name": "minifloat", "version": __version__}
 
@@ -37,15 +37,22 @@ def groups_of(weights: Sequence[Weight]) -> list[tuple[Storage, list[Weight]]]:
 
 def targets_of(weights: Sequence[Weight]) -> list[str]:
     """Returns the names of layers, and patterns for those of experts."""
-    found: dict[str, None] = {}
-    for weight in weights:
-        for part in weight.parts:
-            name = part.name
-            if len(weight.shape) == 3:
-                head, _, tail = name.rpartition(f".{part.expert}.")
-                name = f"re:{re.escape(head)}\\.\\d+\\.{re.escape(tail)}$" if head else name
-            found[name] = None
-    return list(found)
+    names = [
+        pattern_of(part.name) if len(weight.shape) == 3 else part.name
+        for weight in weights
+        for part in weight.parts
+    ]
+    return expressions(names)
+
+
+def expressions(names: Sequence[str]) -> list[str]:
+    """Returns names as compressed-tensors has them: regular expressions for those of experts."""
+    return list(dict.fromkeys(expression(name) for name in names))
+
+
+def expression(name: str) -> str:
+    head, has_number, tail = name.partition("{}")
+    return f"re:{re.escape(head)}\\d+{re.escape(tail)}$" if has_number else name
 
 
 def compressed_tensors_config(found: Found) -> dict[str, Any]:
@@ -67,7 +74,7 @@ def compressed_tensors_config(found: Found) -> dict[str, Any]:
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": config_groups,
-        "ignore": found.ignored,
+        "ignore": expressions(found.ignored),
     }
 
 
@@ -80,7 +87,8 @@ def modelopt_config(found: Found) -> dict[str, Any]:
 
     groups = groups_of(found.weights)
     names = [part.name for weight in found.weights for part in weight.parts]
-    common = {"kv_cache_quant_algo": None, "exclude_modules": found.ignored}
+    excluded = [name.replace("{}", "*") for name in found.ignored]
+    common = {"kv_cache_quant_algo": None, "exclude_modules": excluded}
     if len(groups) == 1:
         quantization = algorithm(groups[0][0]) | common
     else:

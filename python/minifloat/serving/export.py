@@ -91,7 +91,12 @@ def export(
     require_one_of("dtype", dtype, DTYPES)
     target, amaxes = Path(folder), dict(amaxes or {})
     convert = names_of(model, adapter)
-    found = find(model, convert, weight_only, amaxes)
+    try:
+        found = find(model, convert, weight_only, amaxes)
+    except Exception as error:
+        if adapter is None:
+            raise
+        raise ValueError(f"export: expected an adapter of this model, got {error!r}") from error
     raise_together(found, problems_of(found, target, format, amaxes))
 
     writer = Writer(found, convert, target, format, amaxes, dtype)

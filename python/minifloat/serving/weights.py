@@ -11,6 +11,7 @@ tensor of the parameter's shape, as a checkpoint's values are converted:
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -205,7 +206,8 @@ class Found:
     Args:
         weights: parameters that become codes.
         others: name -> tensor of the rest, which are written as they are.
-        ignored: the layers among the rest that a server could take for quantized ones.
+        ignored: the layers among the rest that a server could take for quantized ones; those of
+            experts have {} for their number.
         problems: name of a converted layer -> why it cannot be written.
     """
 
@@ -249,8 +251,7 @@ def find(
     quantized = {weight.name for weight in found.weights}
     for name, tensor in layers_of(model).items():
         if name not in quantized:
-            keys = convert({name: without_values(tensor)})
-            found.ignored.extend(key.removesuffix(SUFFIX) for key in keys)
+            found.ignored.extend(layer_names(name, tensor, convert))
     return found
 
 
@@ -315,14 +316,34 @@ def weight_of(
 
 
 def layers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Returns the weights of layers and routers, which are matrices and no embeddings."""
+    """Returns the weights of layers, routers and experts by name: matrices that embed nothing."""
     return {
-        join(clean_name(fqn), "weight"): weight
+        join(clean_name(fqn), name): parameter
         for fqn, module in model.named_modules()
+        for name, parameter in module._parameters.items()
         if not isinstance(module, nn.Embedding)
-        and isinstance(weight := module._parameters.get("weight"), Tensor)
-        and weight.dim() == 2
+        and parameter is not None
+        and (parameter.dim() == 3 or (name == "weight" and parameter.dim() == 2))
     }
+
+
+def layer_names(name: str, tensor: Tensor, convert: Names) -> list[str]:
+    """Returns the layers that a parameter is in a checkpoint, once for all experts: experts.{}.w1.
+
+    A parameter that a checkpoint has whole is called by its module where that is of experts. Others
+    of three dimensions, such as position embeddings, belong to no layer.
+    """
+    keys = convert({name: without_values(tensor)})
+    if tensor.dim() == 2:
+        return [key.removesuffix(SUFFIX) for key in keys]
+    found = (pattern_of(key.removesuffix(SUFFIX)) for key in keys)
+    names = (p if "{}" in p else p.rpartition(".")[0] for p in found)
+    return [n for n in dict.fromkeys(names) if "{}" in n or "expert" in n.rpartition(".")[2]]
+
+
+def pattern_of(layer: str) -> str:
+    """Returns the name of an expert's layer with {} for the expert's number."""
+    return re.sub(r"\.\d+(\.[^.]+)$", r".{}\1", layer)
 
 
 def without_values(tensor: Tensor) -> Tensor:
