@@ -11,6 +11,7 @@ from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationConfig
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
+from transformers.distributed.configuration_utils import DistributedConfig
 
 from tests.support.same_bits import require_all_same, require_same_bytes
 from tests.support.served_models import (
@@ -367,6 +368,14 @@ def test_weights_and_folders_that_cannot_be_written(tmp_path):
     meta = torch.nn.Sequential(torch.nn.Linear(64, 64, device="meta"))
     mf.quantize_(meta, "mxfp8", keep="nothing")
     refuse(meta, "0: its weight has no values, on meta")
+    offloaded = llama()
+    mf.quantize_(offloaded, "mxfp8")
+    offloaded.lm_head.to("meta")
+    refuse(offloaded, "lm_head.weight: it has no values, on meta")
+    divided = llama()
+    mf.quantize_(divided, "mxfp8")
+    divided.config.distributed_config = DistributedConfig(tp_size=2)
+    refuse(divided, "ranks: transformers divided the model by its own tensor parallelism")
     adapted = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"]))
     mf.quantize_(adapted, "mxfp8")
     refuse(adapted, "adapters: expected adapters that are merged")

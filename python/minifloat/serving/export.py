@@ -129,6 +129,7 @@ def problems_of(
             problems[weight.layer] = f"ModelOpt has no name for {state} with {how}"
         elif not weight.is_finite():
             problems[weight.layer] = "its weight has Inf or NaN"
+    problems |= {n: "it has no values, on meta" for n, t in found.others.items() if t.is_meta}
     known = {weight.layer for weight in found.weights} | set(found.problems)
     problems |= {f"amaxes: {n}": "no converted layer has this name" for n in {*amaxes} - known}
     if not found.weights and not found.problems:

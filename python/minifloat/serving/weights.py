@@ -227,6 +227,9 @@ def find(
     found = Found([], {}, [], {})
     if hasattr(model, "peft_config"):
         found.problems["adapters"] = "expected adapters that are merged, got a model of PEFT's"
+    by_transformers = getattr(getattr(model, "config", None), "distributed_config", None)
+    if any(getattr(by_transformers, size, 1) > 1 for size in ("tp_size", "ep_size")):
+        found.problems["ranks"] = "transformers divided the model by its own tensor parallelism"
     skipped = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     owners: dict[int, str] = {}
     products = dict(converted_weights(model, found.problems))
