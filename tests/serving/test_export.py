@@ -391,6 +391,56 @@ def test_weights_and_folders_that_cannot_be_written(tmp_path):
     assert len([*(tmp_path / "full").iterdir()]) == 1
 
 
+class Adapter:
+    """An adapter that keeps names, and changes the matrices of one layer."""
+
+    hf_assets_path = None
+
+    def __init__(self, change):
+        self.change = change
+
+    def to_hf(self, tensors):
+        return {k: self.change(t) if k == "0.weight" else t for k, t in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda w: w.T, "is not made of whole rows"),
+        (lambda w: w.flip(1), "is not made of whole rows"),
+        (lambda w: w.flip(0), None),
+        (lambda w: w[64:], None),
+        (lambda w: w[None], r"has it as 0.weight \(1, 128, 128\), which is no linear layer"),
+        (lambda w: w[:, :64], "which is no linear layer"),
+        (lambda w: w.missing, "its name in a checkpoint was not found"),
+    ],
+)
+def test_layers_of_a_checkpoint_are_whole_rows(change, why, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128, bias=False), torch.nn.Linear(128, 8))
+    mf.quantize_(model, weight_recipe("nvfp4/16x16"), filter_fqns=["1"])
+    weight = model[0].weight.detach()
+    if why is None:
+        tensors, config = export(model, tmp_path / "out", adapter=Adapter(change))
+        got = decompress(tensors, "0", config)
+        want = change(values(weight, "nvfp4/16x16", torch.bfloat16))
+        require_same_bytes(got, want.contiguous())
+        return
+    with pytest.raises(ValueError, match=why):
+        mf.export(model, tmp_path / "out", adapter=Adapter(change))
+    assert not (tmp_path / "out").exists()
+
+
+def test_blocks_are_not_cut(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(128, 256, bias=False))
+    mf.quantize_(model, weight_recipe("e4m3/128x128"), keep="nothing")
+    for change in (lambda w: w[64:], lambda w: w.flip(0)):
+        with pytest.raises(ValueError, match="begins within a block of 128 rows"):
+            mf.export(model, tmp_path / "out", adapter=Adapter(change))
+    tensors, config = export(model, tmp_path / "out", adapter=Adapter(lambda w: w[128:]))
+    want = values(model[0].weight.detach(), "e4m3/128x128", torch.float32)[128:]
+    require_same_bytes(decompress(tensors, "0", config), want)
+
+
 def test_scales_that_servers_join_are_named(tmp_path):
     model = llama()
     mf.quantize_(model, weight_recipe("nvfp4"))

@@ -175,20 +175,23 @@ def parts_of(name: str, shape: tuple[int, ...], convert: Names, scheme: Scheme) 
     """Returns the layers that a parameter becomes, or why it cannot be cut into them."""
     *batch, rows, columns = shape
     numbers = torch.arange(rows * (batch[0] if batch else 1), dtype=torch.int32)
+    in_order = torch.arange(columns, dtype=torch.int32)
     try:
-        converted = convert({name: numbers.view(*batch, rows, 1).expand(shape)})
+        by_row = convert({name: numbers.view(*batch, rows, 1).expand(shape)})
+        by_column = convert({name: in_order.expand(shape)})
     except Exception as error:
         return f"its name in a checkpoint was not found ({type(error).__name__}: {error})"
     found = []
-    for key, value in converted.items():
+    for key, value in by_row.items():
         layer = key.removesuffix(SUFFIX)
         if layer == key or value.dim() != 2 or value.shape[1] != columns or not value.numel():
             return f"a checkpoint has it as {key} {tuple(value.shape)}, which is no linear layer"
         of_layer = value[:, 0]
         expert = int(of_layer[0]) // rows
         own = of_layer.long() - expert * rows
-        if not (value == of_layer[:, None]).all() or own.min() < 0 or own.max() >= rows:
-            return f"a checkpoint's {key} has values of several of its rows or experts"
+        is_rows = torch.equal(value[:, -1], of_layer) and own.min() >= 0 and own.max() < rows
+        if not is_rows or any(not torch.equal(by_column[key][i], in_order) for i in (0, -1)):
+            return f"a checkpoint's {key} is not made of whole rows of one matrix"
         steps = torch.arange(len(own)) + own[0]
         if scheme.block and (own[0] % scheme.block[0] or not torch.equal(own, steps)):
             return f"a checkpoint's {key} begins within a block of {scheme.block[0]} rows"
@@ -233,6 +236,7 @@ def find(
     skipped = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     owners: dict[int, str] = {}
     products = dict(converted_weights(model, found.problems))
+    quantized = set(products)
     for raw_name, tensor in model.state_dict(keep_vars=True).items():
         name = clean_name(raw_name)
         if name in skipped:
@@ -251,7 +255,6 @@ def find(
             found.problems[layer] = weight
         else:
             found.weights.append(weight)
-    quantized = {weight.name for weight in found.weights}
     for name, tensor in layers_of(model).items():
         if name not in quantized:
             found.ignored.extend(layer_names(name, tensor, convert))
