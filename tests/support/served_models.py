@@ -5,6 +5,8 @@ from pathlib import Path
 
 import minifloat as mf
 import torch
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationConfig
 from minifloat.nn.grouped_product import products_by_weight
 from safetensors.torch import load_file
 from transformers import (
@@ -80,3 +82,15 @@ def layer(tensors, name):
     """Returns a layer's tensors by their own names."""
     prefix = f"{name}."
     return {k.removeprefix(prefix): v for k, v in tensors.items() if k.startswith(prefix)}
+
+
+def decompress(tensors, name, config):
+    """Returns the values that compressed-tensors computes of a layer."""
+    known = QuantizationConfig.model_validate(config["quantization_config"])
+    ((_, scheme),) = known.config_groups.items()
+    compressor = BaseCompressor.get_value_from_registry(scheme.format)
+    return compressor.decompress(layer(tensors, name), scheme)["weight"]
+
+
+def values(weight, spec, dtype):
+    return mf.tensor.dequantize(mf.tensor.quantize(weight, spec), dtype)
