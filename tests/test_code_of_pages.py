@@ -266,6 +266,7 @@ GIVEN: dict[tuple[str, str | None], Callable[[], Given]] = {
     ("inspector.md", None): given_of_inspector,
     ("moe.md", None): given_of_experts,
     ("publish.md", None): given_converted,
+    ("serve.md", None): given_converted,
     **{("zero.md", section): given_of_megatron for section in SECTIONS_OF_MEGATRON},
 }
 

@@ -32,6 +32,8 @@ from .nn.fuse.mlp import MLP
 from .nn.linear import Linear
 from .nn.state.model_state import load_training_state, step, training_state
 from .recipe import Recipe, RecipeMap, presets
+from .serving.calibrate import calibrate
+from .serving.export import export
 from .tensor.quantized_tensor import QuantizedTensor
 
 __all__ = [
@@ -42,8 +44,10 @@ __all__ = [
     "Recipe",
     "RecipeMap",
     "Report",
+    "calibrate",
     "engines",
     "expert_parallel",
+    "export",
     "grouped_mlp",
     "inspect",
     "linear",

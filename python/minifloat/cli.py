@@ -1,4 +1,4 @@
-"""The command `minifloat`: its option --cmake-prefix, and its subcommand `doctor`."""
+"""The command `minifloat`: its option --cmake-prefix, and its subcommands."""
 
 import argparse
 import json
@@ -51,7 +51,9 @@ def run_command(argv: Sequence[str] | None) -> int:
     parser.add_argument("--cmake-prefix", action=PrintCmakePrefix, nargs=0, help=text)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_doctor(subparsers)
-    return run_doctor(parser.parse_args(argv))
+    add_export(subparsers)
+    arguments = parser.parse_args(argv)
+    return run_doctor(arguments) if arguments.command == "doctor" else run_export(arguments)
 
 
 # ---- The subcommand doctor -----------------------------------------------------------------------
@@ -90,6 +92,43 @@ def run_doctor(arguments: argparse.Namespace) -> int:
             print(f"FAILED  {check}: {error}" if error else f"ok      {check}", flush=True)
             failed += bool(error)
     return min(failed, 1)
+
+
+# ---- The subcommand export -----------------------------------------------------------------------
+
+
+def add_export(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `export` to the program's subcommands."""
+    text = "quantize a model of Hugging Face, and write it as servers read it"
+    parser = subparsers.add_parser("export", help=text, description=text)
+    parser.add_argument("model", metavar="MODEL", help="a folder with plain weights")
+    parser.add_argument("out", metavar="OUT", help="the folder to write, absent or empty")
+    text = "a preset, a recipe or a map of recipes, as mf.quantize_ takes it"
+    parser.add_argument("--recipe", required=True, metavar="RECIPE", help=text)
+    text = "compressed-tensors (default), or modelopt"
+    parser.add_argument("--format", default="compressed-tensors", metavar="FORMAT", help=text)
+    text = "servers leave activations in high precision, which NVFP4 else needs batches for"
+    parser.add_argument("--weight-only", action="store_true", help=text)
+
+
+def run_export(arguments: argparse.Namespace) -> int:
+    """Runs the subcommand; returns the exit code, 1 where the model cannot be written."""
+    try:
+        from minifloat.serving.folders import quantize_folder
+
+        print(
+            quantize_folder(
+                arguments.model,
+                arguments.out,
+                arguments.recipe,
+                arguments.format,
+                arguments.weight_only,
+            )
+        )
+    except (ImportError, OSError, ValueError) as error:
+        print(f"minifloat export: error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -49,6 +49,11 @@ RUNS = {
             "served logits equal: True",
         ],
     ),
+    "export": (
+        (),
+        {},
+        ["served weights equal: True", "next numbers that the served model knows: 100%"],
+    ),
     "train_accelerate": ((), {}, ["resumed weights equal: True"]),
     "train_accelerate, two processes": (TWO, {}, ["resumed weights equal: True"]),
     "train_peft": (
@@ -102,7 +107,7 @@ RUNS = {
 
 def loss_without_inputs(file):
     """Returns the least loss of a model that does not read its inputs."""
-    if file in ("train_peft", "train_transformers"):
+    if file in ("export", "train_peft", "train_transformers"):
         return math.log(64)  # of 64 tokens that occur equally often
     if file in ("train_accelerate", "train_lightning", "train_8bit_adam", "train_pipeline"):
         return 1.0  # the variance of the target, normal numbers

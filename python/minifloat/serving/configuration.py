@@ -1,0 +1,149 @@
+"""config.json of a served folder: what a loader must know of the codes.
+
+One group of layers is called `Linear`, and what it leaves out is ignored. Several groups name their
+layers; the experts of one parameter are named by one pattern.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from .._version import __version__
+from .schemes import COMPRESSED_TENSORS, MODELOPT, Storage
+from .weights import Found, Weight, is_transformers, pattern_of
+
+PRODUCER = {"name": "minifloat", "version": __version__}
+
+
+def groups_of(weights: Sequence[Weight]) -> list[tuple[Storage, list[Weight]]]:
+    """Returns the different storages, each with its weights."""
+    groups: list[tuple[Storage, list[Weight]]] = []
+    for weight in weights:
+        for storage, members in groups:
+            if storage == weight.storage:
+                members.append(weight)
+                break
+        else:
+            groups.append((weight.storage, [weight]))
+    return groups
+
+
+def targets_of(weights: Sequence[Weight]) -> list[str]:
+    """Returns the names of layers, and patterns for those of experts."""
+    names = [
+        pattern_of(part.name) if len(weight.shape) == 3 else part.name
+        for weight in weights
+        for part in weight.parts
+    ]
+    return expressions(names)
+
+
+def expressions(names: Sequence[str]) -> list[str]:
+    """Returns names as compressed-tensors has them: regular expressions for those of experts."""
+    return list(dict.fromkeys(expression(name) for name in names))
+
+
+def expression(name: str) -> str:
+    head, has_number, tail = name.partition("{}")
+    return f"re:{re.escape(head)}\\d+{re.escape(tail)}$" if has_number else name
+
+
+def compressed_tensors_config(found: Found) -> dict[str, Any]:
+    """Returns config.json's quantization_config of compressed-tensors."""
+    groups = groups_of(found.weights)
+    config_groups = {
+        f"group_{i}": {
+            "targets": ["Linear"] if len(groups) == 1 else targets_of(weights),
+            "weights": storage.scheme.arguments,
+            "input_activations": storage.inputs,
+            "output_activations": None,
+            "format": storage.format,
+        }
+        for i, (storage, weights) in enumerate(groups)
+    }
+    formats = {storage.format for storage, _ in groups}
+    return {
+        "quant_method": COMPRESSED_TENSORS,
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": config_groups,
+        "ignore": expressions(found.ignored),
+    }
+
+
+def modelopt_config(found: Found) -> dict[str, Any]:
+    """Returns hf_quant_config.json of ModelOpt."""
+
+    def algorithm(storage: Storage) -> dict[str, Any]:
+        size = {"group_size": storage.scheme.group} if storage.scheme.group else {}
+        return {"quant_algo": storage.algorithm, **size}
+
+    groups = groups_of(found.weights)
+    names = [part.name for weight in found.weights for part in weight.parts]
+    excluded = [name.replace("{}", "*") for name in found.ignored]
+    common = {"kv_cache_quant_algo": None, "exclude_modules": excluded}
+    if len(groups) == 1:
+        quantization = algorithm(groups[0][0]) | common
+    else:
+        layers = {p.name: algorithm(w.storage) for w in found.weights for p in w.parts}
+        quantization = {"quant_algo": "MIXED_PRECISION", **common}
+        quantization["quantized_layers"] = {name: layers[name] for name in names}
+    return {"producer": PRODUCER, "quantization": quantization}
+
+
+def embedded_modelopt_config(found: Found) -> dict[str, Any]:
+    """Returns config.json's quantization_config of ModelOpt, which says what the file says."""
+    about = modelopt_config(found)["quantization"]
+    groups = {
+        f"group_{i}": {
+            "weights": storage.scheme.arguments,
+            "input_activations": storage.inputs,
+            "targets": ["Linear"] if "quantized_layers" not in about else targets_of(weights),
+        }
+        for i, (storage, weights) in enumerate(groups_of(found.weights))
+    }
+    about["ignore"] = about.pop("exclude_modules")
+    about.pop("kv_cache_quant_algo")
+    return {"quant_method": MODELOPT, "producer": PRODUCER, "config_groups": groups, **about}
+
+
+def write_configuration(
+    model: nn.Module, found: Found, folder: Path, format: str, assets: str | None
+) -> None:
+    """Writes config.json, and what save_pretrained writes beside it; ModelOpt has a file more.
+
+    Args:
+        model: its configuration is written where it is one of transformers.
+        found: the layers of the folder.
+        folder: an existing one.
+        format: of the codes.
+        assets: a folder with the config.json of a model that has none itself, or None.
+    """
+    is_modelopt = format == MODELOPT
+    about = embedded_modelopt_config(found) if is_modelopt else compressed_tensors_config(found)
+    if is_modelopt:
+        write_json(folder / "hf_quant_config.json", modelopt_config(found))
+    if is_transformers(model):
+        pretrained = cast(Any, model)
+        config = copy.deepcopy(pretrained.config)
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.dtype = str(pretrained.dtype).removeprefix("torch.")
+        config.quantization_config = about
+        if pretrained.can_generate():
+            pretrained.generation_config.save_pretrained(folder)
+        config.save_pretrained(folder)
+        return
+    source = Path(assets, "config.json") if assets else None
+    known = json.loads(source.read_text()) if source is not None and source.exists() else {}
+    write_json(folder / "config.json", known | {"quantization_config": about})
+
+
+def write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")

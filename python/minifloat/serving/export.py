@@ -1,0 +1,275 @@
+"""mf.export writes a model as servers read it: codes, scales and what a loader must know of them.
+
+The order of work, so that nothing is written of a model that cannot be:
+
+    1  sort the tensors, and name what cannot be written, on all ranks
+    2  plan the files, from shapes alone
+    3  tensor by tensor: gather, cast, and write each file once it is complete
+    4  the index and the configuration, last: a folder without them does not load
+
+The first rank writes. It has one parameter whole, and the codes of a file, 5 GB at most.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import require_bool, require_module, require_one_of
+from ..nn.names import unwrapped
+from ..spec import Spec
+from ..tensor.quantized import Quantized
+from .codes import input_tensors, tensors_of
+from .configuration import write_configuration, write_json
+from .ranks import is_writer, of_all_ranks
+from .schemes import COMPRESSED_TENSORS, FORMATS, MODELOPT
+from .weights import Found, Names, Weight, find, fused_group, names_of, whole_of, without_values
+
+PATTERN, INDEX = "model{suffix}.safetensors", "model.safetensors.index.json"
+DTYPES = (None, torch.float32, torch.bfloat16)
+
+
+def export(
+    model: nn.Module,
+    folder: str | os.PathLike[str],
+    format: str = COMPRESSED_TENSORS,
+    *,
+    amaxes: Mapping[str, Tensor] | None = None,
+    weight_only: bool = False,
+    dtype: torch.dtype | None = None,
+    adapter: Any = None,
+) -> None:
+    """Writes a converted model to a folder that servers and transformers load.
+
+    The codes are those that a forward reads now, byte for byte. Layers that are not converted are
+    written as they are, and are listed as ignored. Of a model of transformers the folder has the
+    names and the configuration that save_pretrained gives; its tokenizer is the caller's to save.
+
+    All ranks of torch.distributed call it together. Each parameter that they share is gathered
+    alone, and the first rank writes.
+
+    Args:
+        model: one that mf.quantize_ converted, of any library.
+        folder: absent, or empty.
+        format: "compressed-tensors" or "modelopt".
+        amaxes: what mf.calibrate returned, for servers that cast x by a scale known before: those
+            of NVFP4, and of `e4m3/tensor`, which else is cast by token. None: no layer has one.
+        weight_only: whether servers leave x in high precision.
+        dtype: what forwards read weights in, where it is not their own: autocast's, or the
+            param_dtype of FSDP2. Weights are rounded to it before they are cast.
+        adapter: torchtitan's StateDictAdapter of the model, for Hugging Face's names and, where its
+            hf_assets_path has one, config.json; None: the model's own names.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected, or a converted layer cannot be
+            written: all such layers are named, on every rank. Nothing is written then.
+        OSError: the folder cannot be written; a RuntimeError on the other ranks.
+
+    Source: docs/serve.md.
+
+    Example:
+        >>> import os, tempfile
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+        >>> report = mf.quantize_(model, "*: mxfp8; 1: bf16")
+        >>> folder = os.path.join(tempfile.mkdtemp(), "served")
+        >>> mf.export(model, folder)
+        >>> sorted(os.listdir(folder))
+        ['config.json', 'model.safetensors']
+    """
+    model = unwrapped(require_module("export", model))
+    require_one_of("format", format, FORMATS)
+    require_bool("weight_only", weight_only)
+    require_one_of("dtype", dtype, DTYPES)
+    target, amaxes = Path(folder), dict(amaxes or {})
+    convert = names_of(model, adapter)
+    try:
+        found = find(model, convert, weight_only, amaxes)
+    except Exception as error:
+        if adapter is None:
+            raise
+        raise ValueError(f"export: expected an adapter of this model, got {error!r}") from error
+    raise_together(found, problems_of(found, target, format, amaxes))
+
+    writer = Writer(found, convert, target, format, amaxes, dtype)
+    writer.attempt(writer.plan)
+    for weight in found.weights:
+        whole = weight.whole()
+        writer.attempt(partial(writer.take_weight, weight, whole))
+    for name, tensor in found.others.items():
+        whole = whole_of(tensor)
+        writer.attempt(partial(writer.take_other, name, whole))
+    writer.attempt(writer.finish)
+    assets = getattr(adapter, "hf_assets_path", None)
+    writer.attempt(partial(write_configuration, model, found, target, format, assets))
+    raise_everywhere(writer.error)
+
+
+# ---- checks on all ranks -------------------------------------------------------------------------
+
+
+def problems_of(
+    found: Found, folder: Path, format: str, amaxes: Mapping[str, Tensor]
+) -> dict[str, str]:
+    """Returns why the model cannot be written, by the layer's or the argument's name."""
+    problems = dict(found.problems)
+    for weight in found.weights:
+        if format == MODELOPT and weight.storage.algorithm is None:
+            state = weight.state.recipe.fprop
+            inputs = weight.storage.inputs
+            how = "no scale of x" if inputs is None else f"x cast by {inputs['strategy']}"
+            problems[weight.layer] = f"ModelOpt has no name for {state} with {how}"
+        elif not weight.is_finite():
+            problems[weight.layer] = "its weight has Inf or NaN"
+    problems |= {n: "it has no values, on meta" for n, t in found.others.items() if t.is_meta}
+    known = {weight.layer for weight in found.weights} | set(found.problems)
+    problems |= {f"amaxes: {n}": "no converted layer has this name" for n in {*amaxes} - known}
+    if not found.weights and not found.problems:
+        problems["model"] = "expected layers that mf.quantize_ converted, got none"
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        problems["folder"] = f"expected an absent or empty one, got {folder}"
+    return problems
+
+
+def raise_together(found: Found, problems: dict[str, str]) -> None:
+    """Raises ValueError on every rank where one has a problem, or has other tensors."""
+    names = [weight.name for weight in found.weights] + list(found.others)
+    every = of_all_ranks((names, problems))
+    joined = {name: why for _, of_rank in every for name, why in of_rank.items()}
+    if any(other != every[0][0] for other, _ in every):
+        joined["ranks"] = "expected tensors of the same names on every rank, got different ones"
+    if joined:
+        listed = "".join(f"\n  {name}: {why}" for name, why in joined.items())
+        raise ValueError(f"export: expected a model that can be written, got{listed}")
+
+
+def raise_everywhere(error: Exception | None) -> None:
+    """Raises the writer's error: itself, and on other ranks its text."""
+    texts = of_all_ranks(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    text = next((text for text in texts if text is not None), None)
+    if text is not None:
+        raise RuntimeError(f"export: rank 0 could not write the folder: {text}")
+
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Writer:
+    """The files of a folder, each written once all of its tensors are there."""
+
+    found: Found
+    convert: Names
+    folder: Path
+    format: str
+    amaxes: dict[str, Tensor]
+    dtype: torch.dtype | None
+    files: dict[str, str] = field(default_factory=dict)  # of each tensor
+    missing: dict[str, set[str]] = field(default_factory=dict)  # tensors of each file
+    held: defaultdict[str, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
+    tensor_amaxes: dict[str, Tensor] = field(default_factory=dict)  # of layers with a tensor scale
+    error: Exception | None = None
+
+    def attempt(self, step: Callable[[], None]) -> None:
+        """Runs a step on the first rank, unless one failed before: other ranks still gather."""
+        if self.error is None and is_writer():
+            try:
+                step()
+            except Exception as error:
+                self.error = error
+
+    def plan(self) -> None:
+        """Divides tensors without values among files."""
+        from huggingface_hub import split_state_dict_into_shards_factory
+
+        tensors: dict[str, Tensor] = {}
+        for weight in self.found.weights:
+            tensors |= self.layers(weight, weight.codes_without_values())
+        for name, tensor in self.found.others.items():
+            tensors |= self.convert({name: without_values(tensor)})
+        self.split = split_state_dict_into_shards_factory(
+            tensors,
+            get_storage_size=lambda tensor: tensor.numel() * tensor.itemsize,
+            get_storage_id=lambda tensor: None,
+            filename_pattern=PATTERN,
+        )
+        self.files = self.split.tensor_to_filename
+        self.missing = {file: {*names} for file, names in self.split.filename_to_tensors.items()}
+
+    def take_weight(self, weight: Weight, whole: Tensor) -> None:
+        """Casts a parameter, and writes its layers."""
+        self.take(self.layers(weight, weight.cast(whole, self.dtype)))
+
+    def take_other(self, name: str, whole: Tensor) -> None:
+        """Writes a tensor as it is."""
+        self.take(dict(self.convert({name: whole.cpu()})))
+
+    def layers(self, weight: Weight, q: Quantized) -> dict[str, Tensor]:
+        """Returns the tensors of a parameter's layers by their names in the folder."""
+        found: dict[str, Tensor] = {}
+        is_one_scale = Spec.parse(q.spec).amax_of == "tensor"
+        for part in weight.parts:
+            tensors = tensors_of(q, part, weight.storage, self.format)
+            if weight.storage.needs_input_amax:
+                amax = self.shared_amax(weight)
+                x = Spec.parse(weight.state.recipe.fprop.a)
+                tensors |= input_tensors(x, amax, weight.storage, self.format)
+            found |= {f"{part.name}.{name}": tensor for name, tensor in tensors.items()}
+            if is_one_scale and not q.codes.is_meta:
+                amax = q.amax[part.expert] if q.amax.dim() else q.amax
+                self.tensor_amaxes[part.name] = amax.cpu()
+        return found
+
+    def shared_amax(self, weight: Weight) -> Tensor:
+        """Returns the largest amax of x among the layers that servers compute as one with this."""
+        group = fused_group(weight.layer)
+        names = [w.layer for w in self.found.weights if group and fused_group(w.layer) == group]
+        found = [self.amaxes[name].cpu() for name in names or [weight.layer] if name in self.amaxes]
+        return torch.stack(found).amax()
+
+    def take(self, tensors: Mapping[str, Tensor]) -> None:
+        """Keeps tensors until their files are complete, which are then written."""
+        from safetensors.torch import save_file
+
+        for name, tensor in tensors.items():  # safetensors takes none that shares memory
+            file, tensor = self.files[name], tensor.contiguous()
+            is_view = tensor.untyped_storage().nbytes() != tensor.nbytes
+            self.held[file][name] = tensor.clone() if is_view else tensor
+            self.missing[file].discard(name)
+            if not self.missing[file]:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                save_file(self.held.pop(file), self.folder / file, metadata={"format": "pt"})
+
+    def finish(self) -> None:
+        """Writes the index, and warns of scales that servers do not keep."""
+        if self.split.is_sharded:
+            index = {"metadata": self.split.metadata, "weight_map": self.files}
+            write_json(self.folder / INDEX, index)
+        apart = list(self.groups_of_other_scales())
+        if apart:
+            warnings.warn(
+                f"export: {len(apart)} groups of layers that servers compute as one have tensor "
+                f"scales of their own, such as {apart[0]}. vLLM takes one of the scales for all of "
+                "them, so what it computes differs from the codes' values",
+                stacklevel=4,
+            )
+
+    def groups_of_other_scales(self) -> Iterator[str]:
+        """Yields the names of layers that are computed as one, and whose amaxes differ."""
+        groups: defaultdict[object, list[str]] = defaultdict(list)
+        for name in self.tensor_amaxes:
+            groups[fused_group(name)].append(name)
+        groups.pop(None, None)
+        for names in groups.values():
+            if len({float(self.tensor_amaxes[name]) for name in names}) > 1:
+                yield ", ".join(names)

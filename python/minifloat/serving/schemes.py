@@ -1,0 +1,209 @@
+"""How servers store a layer: the table from operand specs to tensors and configuration.
+
+    W                              format                 tensors of a layer
+    nvfp4, nvfp4/16x16             nvfp4-pack-quantized   weight_packed, weight_scale and, of the
+                                                          tensor, weight_global_scale
+    mxfp4                          mxfp4-pack-quantized   weight_packed, weight_scale
+    mxfp8, mxfp8/32x32             mxfp8-quantized        weight, weight_scale
+    e4m3/tensor, /row, /128x128    float-quantized        weight, weight_scale
+
+These are compressed-tensors' names. ModelOpt calls the codes weight in all of them, and stores the
+factor of NVFP4's tensor, weight_scale_2, where compressed-tensors stores its inverse. Blocks of
+16x16 and 32x32 are stored as the blocks of one row that they consist of.
+
+compressed-tensors: quantization/quant_scheme.py of version 0.20.1. ModelOpt: export/quant_utils.py
+and convert_hf_config.py of version 0.47.0, and what vLLM 0.33.0 reads of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..spec import Spec
+
+COMPRESSED_TENSORS, MODELOPT = "compressed-tensors", "modelopt"
+FORMATS = (COMPRESSED_TENSORS, MODELOPT)
+E4M3, UINT8 = "torch.float8_e4m3fn", "torch.uint8"
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The storage of a weight.
+
+    Args:
+        format: compressed-tensors' name of the layout.
+        strategy: what shares a scale: "tensor", "channel", "block", "group" or "tensor_group".
+        bits: of an element.
+        group: the columns that share a scale; 0: no groups.
+        block: the rows and columns that share a scale; (): no 2D blocks.
+        scale_dtype: of weight_scale; "": float32.
+    """
+
+    format: str
+    strategy: str
+    bits: int
+    group: int = 0
+    block: tuple[int, ...] = ()
+    scale_dtype: str = ""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a byte has two codes."""
+        return self.bits == 4
+
+    @property
+    def has_global_scale(self) -> bool:
+        """Whether the tensor has a scale besides those of its groups."""
+        return self.strategy == "tensor_group"
+
+    @property
+    def columns(self) -> int:
+        """The number that the columns of a weight are a multiple of."""
+        return self.group or (self.block[1] if self.block else 1)
+
+    def codes_name(self, format: str) -> str:
+        """Returns the name of the codes in a folder of this format."""
+        return "weight_packed" if self.is_packed and format == COMPRESSED_TENSORS else "weight"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """compressed-tensors' QuantizationArgs of the weight."""
+        return arguments(
+            self.bits,
+            self.strategy,
+            group=self.group,
+            block=self.block,
+            scale_dtype=self.scale_dtype,
+        )
+
+
+def arguments(
+    bits: int,
+    strategy: str,
+    *,
+    dynamic: bool | str = False,
+    group: int = 0,
+    block: tuple[int, ...] = (),
+    scale_dtype: str = "",
+) -> dict[str, Any]:
+    """Returns compressed-tensors' QuantizationArgs."""
+    found: dict[str, Any] = {"num_bits": bits, "type": "float", "symmetric": True}
+    found |= {"strategy": strategy, "dynamic": dynamic, "group_size": group or None}
+    if block:
+        found["block_structure"] = list(block)
+    if scale_dtype:
+        found["scale_dtype"] = scale_dtype
+    return found
+
+
+# By elements and scale rule of W's spec.
+WEIGHTS = {
+    ("e2m1", "nvfp4"): Scheme(
+        "nvfp4-pack-quantized", "tensor_group", 4, group=16, scale_dtype=E4M3
+    ),
+    ("e2m1", "mx"): Scheme("mxfp4-pack-quantized", "group", 4, group=32, scale_dtype=UINT8),
+    ("e4m3", "mx"): Scheme("mxfp8-quantized", "group", 8, group=32, scale_dtype=UINT8),
+    ("e4m3", "tensor"): Scheme("float-quantized", "tensor", 8),
+    ("e4m3", "row"): Scheme("float-quantized", "channel", 8),
+    ("e4m3", "block"): Scheme("float-quantized", "block", 8, block=(128, 128)),
+}
+NVFP4 = WEIGHTS["e2m1", "nvfp4"]
+TOKEN = arguments(8, "token", dynamic=True)
+STATIC = arguments(8, "tensor")
+GROUP_128 = arguments(8, "group", dynamic=True, group=128)
+LOCAL = arguments(4, "tensor_group", dynamic="local", group=16, scale_dtype=E4M3)
+
+
+def dynamic_groups(scheme: Scheme) -> dict[str, Any]:
+    return scheme.arguments | {"dynamic": True}
+
+
+# Of a weight's elements and rule: those of x -> input_activations. What differs from training's
+# cast of x is in docs/serve.md.
+INPUTS = {
+    ("e2m1", "nvfp4"): {("e2m1", "nvfp4"): LOCAL},
+    ("e2m1", "mx"): {
+        ("e2m1", "mx"): dynamic_groups(WEIGHTS["e2m1", "mx"]),
+        ("e4m3", "row"): TOKEN,
+        ("e4m3", "block"): GROUP_128,
+    },
+    ("e4m3", "mx"): {("e4m3", "mx"): dynamic_groups(WEIGHTS["e4m3", "mx"])},
+    ("e4m3", "tensor"): {("e4m3", "tensor"): TOKEN, ("e4m3", "row"): TOKEN},
+    ("e4m3", "row"): {("e4m3", "tensor"): TOKEN, ("e4m3", "row"): TOKEN},
+    ("e4m3", "block"): {("e4m3", "block"): GROUP_128},
+}
+# The format and input_activations of a layer -> ModelOpt's quant_algo, as far as vLLM reads it.
+ALGORITHMS = (
+    ("nvfp4-pack-quantized", "tensor_group", LOCAL, "NVFP4"),
+    ("nvfp4-pack-quantized", "tensor_group", None, "W4A16_NVFP4"),
+    ("mxfp8-quantized", "group", INPUTS["e4m3", "mx"]["e4m3", "mx"], "MXFP8"),
+    ("float-quantized", "tensor", STATIC, "FP8"),
+    ("float-quantized", "channel", TOKEN, "FP8_PER_CHANNEL_PER_TOKEN"),
+    ("float-quantized", "block", GROUP_128, "FP8_PB_WO"),
+)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a folder stores a layer.
+
+    Args:
+        scheme: of the weight.
+        inputs: compressed-tensors' QuantizationArgs of x; None: x stays in high precision.
+    """
+
+    scheme: Scheme
+    inputs: dict[str, Any] | None = field(default=None, hash=False)
+
+    @property
+    def needs_input_amax(self) -> bool:
+        """Whether the layer has a scale of x that is not computed as it runs."""
+        return self.inputs is not None and self.inputs["dynamic"] is not True
+
+    @property
+    def algorithm(self) -> str | None:
+        """ModelOpt's quant_algo; None: it has none."""
+        key = self.scheme.format, self.scheme.strategy, self.inputs
+        return next((row[-1] for row in ALGORITHMS if row[:-1] == key), None)
+
+    @property
+    def format(self) -> str:
+        """compressed-tensors' name of the layout."""
+        is_fp8 = self.scheme.format == "float-quantized"
+        return "naive-quantized" if is_fp8 and self.inputs is None else self.scheme.format
+
+
+def scheme_of(spec: Spec) -> Scheme | str:
+    """Returns the storage of a weight under a spec, or why there is none."""
+    if spec.is_bf16:
+        return "its forward reads the weight in high precision"
+    if spec.transform:
+        return f"servers know no transform of the weight, got {spec.text}"
+    if spec.is_stochastic:
+        return f"the codes of {spec.text} are drawn anew in each step"
+    scheme = WEIGHTS.get((spec.elements, spec.rule))
+    is_row = spec.rule == "nvfp4" and spec.amax_of == "row"
+    if scheme is None or is_row or (scheme.block and spec.block != scheme.block):
+        return f"no server reads weights of {spec.text}"
+    return scheme
+
+
+def storage_of(w: Spec, x: Spec, weight_only: bool, has_amax: bool) -> Storage | str:
+    """Returns the storage of a layer whose forward multiplies x and W, or why there is none.
+
+    Args:
+        w, x: the specs.
+        weight_only: whether servers leave x in high precision.
+        has_amax: whether an amax of x is known.
+    """
+    scheme = scheme_of(w)
+    if isinstance(scheme, str) or weight_only or x.is_bf16:
+        return scheme if isinstance(scheme, str) else Storage(scheme)
+    inputs = INPUTS[w.elements, w.rule].get((x.elements, x.rule))
+    is_odd = x.transform or (x.rule == "nvfp4" and x.amax_of == "row") or x.block[0] > 1
+    if inputs is None or is_odd or (inputs is GROUP_128 and x.block != (1, 128)):
+        return f"no server casts x as {x.text} beside weights of {w.text}"
+    if has_amax and (x.rule, w.rule) == ("tensor", "tensor"):
+        inputs = STATIC
+    return Storage(scheme, inputs)

@@ -1,0 +1,148 @@
+"""What mf.export refuses, with every name and nothing written, and what it warns of."""
+
+import minifloat as mf
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from tests.support.same_bits import require_same_bytes
+from tests.support.served_models import decompress, export, llama, values, weight_recipe
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "why"),
+    [
+        (weight_recipe("mxfp4+rht", "mxfp4+rht"), {}, "servers know no transform of the weight"),
+        (weight_recipe("mxfp4+sr"), {}, "drawn anew in each step"),
+        (weight_recipe("mxfp8/e5m2"), {}, "no server reads weights of mxfp8/e5m2"),
+        (weight_recipe("e4m3/1x128"), {}, "no server reads weights of e4m3/1x128"),
+        ("fprop=bf16*bf16 dgrad=mxfp8*mxfp8 wgrad=bf16*bf16", {}, "in high precision"),
+        (weight_recipe("e4m3/128x128", "e4m3/row"), {}, "no server casts x as e4m3/row"),
+        (weight_recipe("nvfp4", "nvfp4/row"), {}, "no server casts x as nvfp4/row"),
+        ("nvfp4", {}, "pass amaxes=mf.calibrate(model, batches), or weight_only=True"),
+        ("mxfp4", {"format": "modelopt"}, "ModelOpt has no name"),
+        ("fp8_tensorwise", {"format": "modelopt"}, "ModelOpt has no name"),
+    ],
+)
+def test_layers_that_cannot_be_written_are_all_named(recipe, options, why, tmp_path):
+    model = llama()
+    report = mf.quantize_(model, recipe)
+    with pytest.raises(ValueError, match="a model that can be written") as error:
+        mf.export(model, tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+    for name, _ in report.converted:
+        (line,) = (line for line in str(error.value).splitlines() if f"{name}: " in line)
+        assert why in line
+
+
+class Batched(torch.nn.Module):
+    """Experts whose matrices are B of a product, (E, K, N)."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2, 64, 32))
+
+    def forward(self, x):
+        return torch.bmm(x, self.weight)
+
+
+def test_weights_and_folders_that_cannot_be_written(tmp_path):
+    def refuse(model, what, folder="out", **options):
+        with pytest.raises(ValueError, match=what):
+            mf.export(model, tmp_path / folder, **options)
+
+    odd = torch.nn.Sequential(torch.nn.Linear(72, 64))
+    mf.quantize_(odd, "mxfp8")
+    refuse(odd, r"\n  0: expected inputs as a multiple of 32, got 72")
+    tied = llama(tie_word_embeddings=True)
+    mf.quantize_(tied, "mxfp8", keep="nothing")
+    refuse(tied, "lm_head: its weight is tied to model.embed_tokens.weight")
+    broken = llama()
+    mf.quantize_(broken, "mxfp8")
+    broken.model.layers[0].mlp.down_proj.weight.data[3, 5] = float("nan")
+    refuse(broken, r"got\n  model.layers.0.mlp.down_proj: its weight has Inf or NaN$")
+    refuse(llama(), "expected layers that mf.quantize_ converted, got none")
+    good = llama()
+    mf.quantize_(good, "mxfp8")
+    refuse(good, "amaxes: lm_head: no converted layer", amaxes={"lm_head": torch.ones(())})
+    meta = torch.nn.Sequential(torch.nn.Linear(64, 64, device="meta"))
+    mf.quantize_(meta, "mxfp8", keep="nothing")
+    refuse(meta, "0: its weight has no values, on meta")
+    offloaded = llama()
+    mf.quantize_(offloaded, "mxfp8")
+    offloaded.lm_head.to("meta")
+    refuse(offloaded, "lm_head.weight: it has no values, on meta")
+    divided = llama()
+    mf.quantize_(divided, "mxfp8")
+    divided.config.distributed_config = DistributedConfig(tp_size=2)
+    refuse(divided, "ranks: transformers divided the model by its own tensor parallelism")
+    adapted = get_peft_model(llama(), LoraConfig(target_modules=["q_proj"]))
+    mf.quantize_(adapted, "mxfp8")
+    refuse(adapted, "adapters: expected adapters that are merged")
+    named = torch.nn.Sequential(Batched())
+    mf.quantize_(named, "mxfp8", experts={"*": ["weight"]})
+    refuse(named, "0.weight: its module's forward alone says how it reads a parameter")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    refuse(good, "expected an absent or empty one", folder="full")
+    refuse(good, "expected one of compressed-tensors, modelopt, got 'gguf'", format="gguf")
+    assert not (tmp_path / "out").exists()
+    assert len([*(tmp_path / "full").iterdir()]) == 1
+
+
+class Adapter:
+    """An adapter that keeps names, and changes the matrices of one layer."""
+
+    hf_assets_path = None
+
+    def __init__(self, change):
+        self.change = change
+
+    def to_hf(self, tensors):
+        return {k: self.change(t) if k == "0.weight" else t for k, t in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda w: w.T, "is not made of whole rows"),
+        (lambda w: w.flip(1), "is not made of whole rows"),
+        (lambda w: w.flip(0), None),
+        (lambda w: w[64:], None),
+        (lambda w: w[None], r"has it as 0.weight \(1, 128, 128\), which is no linear layer"),
+        (lambda w: w[:, :64], "which is no linear layer"),
+        (lambda w: w.missing, "its name in a checkpoint was not found"),
+    ],
+)
+def test_layers_of_a_checkpoint_are_whole_rows(change, why, tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128, bias=False), torch.nn.Linear(128, 8))
+    mf.quantize_(model, weight_recipe("nvfp4/16x16"), filter_fqns=["1"])
+    weight = model[0].weight.detach()
+    if why is None:
+        tensors, config = export(model, tmp_path / "out", adapter=Adapter(change))
+        got = decompress(tensors, "0", config)
+        want = change(values(weight, "nvfp4/16x16", torch.bfloat16))
+        require_same_bytes(got, want.contiguous())
+        return
+    with pytest.raises(ValueError, match=why):
+        mf.export(model, tmp_path / "out", adapter=Adapter(change))
+    assert not (tmp_path / "out").exists()
+
+
+def test_blocks_are_not_cut(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(128, 256, bias=False))
+    mf.quantize_(model, weight_recipe("e4m3/128x128"), keep="nothing")
+    for change in (lambda w: w[64:], lambda w: w.flip(0)):
+        with pytest.raises(ValueError, match="begins within a block of 128 rows"):
+            mf.export(model, tmp_path / "out", adapter=Adapter(change))
+    tensors, config = export(model, tmp_path / "out", adapter=Adapter(lambda w: w[128:]))
+    want = values(model[0].weight.detach(), "e4m3/128x128", torch.float32)[128:]
+    require_same_bytes(decompress(tensors, "0", config), want)
+
+
+def test_scales_that_servers_join_are_named(tmp_path):
+    model = llama()
+    mf.quantize_(model, weight_recipe("nvfp4"))
+    with pytest.warns(UserWarning, match="2 groups of layers .* such as .*q_proj, .*k_proj"):
+        mf.export(model, tmp_path / "out")
