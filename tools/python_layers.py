@@ -1,7 +1,7 @@
 """Rules for the imports of python/minifloat, which tools/check_layers.py applies.
 
     circles    no module imports itself through others, not even inside a function or for types
-    rooms      of tensor, nn, distributed and moe, none imports one that stands after it
+    rooms      of tensor, nn, distributed, moe and serving, none imports one that stands after it
     queries    only _native.py and spec.py call the operators about specs, or split a spec's text
     private    only private_torch.py and FSDP2's private_state.py read private names of torch
 
@@ -21,9 +21,10 @@ PACKAGE = "minifloat"
 FOLDER = PurePosixPath("python")
 # Room -> the rooms that none of its modules may import, directly or not.
 CLOSED = {
-    "tensor": ("nn", "distributed", "moe"),
-    "nn": ("distributed", "moe"),
-    "distributed": ("moe",),
+    "tensor": ("nn", "distributed", "moe", "serving"),
+    "nn": ("distributed", "moe", "serving"),
+    "distributed": ("moe", "serving"),
+    "moe": ("serving",),
 }
 ANSWERERS = (f"{PACKAGE}._native", f"{PACKAGE}.spec")
 READERS = (f"{PACKAGE}.private_torch", f"{PACKAGE}.distributed.fsdp.private_state")

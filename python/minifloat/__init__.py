@@ -32,6 +32,7 @@ from .nn.fuse.mlp import MLP
 from .nn.linear import Linear
 from .nn.state.model_state import load_training_state, step, training_state
 from .recipe import Recipe, RecipeMap, presets
+from .serving.load import load_quantized_
 from .tensor.quantized_tensor import QuantizedTensor
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "grouped_mlp",
     "inspect",
     "linear",
+    "load_quantized_",
     "load_training_state",
     "presets",
     "quantize_",

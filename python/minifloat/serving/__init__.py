@@ -1,0 +1,1 @@
+"""What servers read and write: exports and quantized checkpoints."""
