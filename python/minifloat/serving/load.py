@@ -33,7 +33,7 @@ from .read_codes import (
     read_names,
     read_part,
 )
-from .read_plan import Target, choose_specs, plan
+from .read_plan import Target, choose_specs, copy_values, plan
 from .read_targets import (
     Owned,
     aliases,
@@ -260,9 +260,4 @@ def write_plain(
         for other in owners:
             setattr(other.module, other.name, values)
         tensor = values
-    for piece in target.pieces:
-        part = tensor if piece.expert is None else tensor[piece.expert]
-        rows = part.shape[0] // piece.parts if piece.parts > 1 else 0
-        if rows:
-            part = part[piece.part * rows : (piece.part + 1) * rows]
-        part.copy_(checkpoint.read(piece.source))
+    copy_values(checkpoint, target, tensor)

@@ -9,7 +9,7 @@ A tensor is read where its values are needed, alone. Names, shapes and dtypes ar
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +138,24 @@ class Checkpoint:
                 f"{config['transform_config']}"
             )
         return method
+
+
+class StateDict(Checkpoint):
+    """The tensors of a state dict, as those of a folder."""
+
+    def __init__(self, function: str, tensors: Mapping[str, Tensor]) -> None:
+        self.function, self.folder = function, Path("a state dict")
+        self._tensors = tensors
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].dtype
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..moe.convert.projections import is_row_major
 from ..nn.state.recipe_state import WEIGHT_DTYPES
@@ -200,3 +200,12 @@ def require_shared_factors(checkpoint: Checkpoint, names: Names, fqn: str, targe
             f"{fqn}: expected one factor for gate and up of an expert, got two in "
             f"experts {listed(differing)}"
         )
+
+
+def copy_values(checkpoint: Checkpoint, target: Target, tensor: Tensor) -> None:
+    """Copies a parameter's values from the tensors that it has in the checkpoint."""
+    for piece in target.pieces:
+        part = tensor if piece.expert is None else tensor[piece.expert]
+        if piece.parts > 1:
+            part = part.chunk(piece.parts)[piece.part]
+        part.copy_(checkpoint.read(piece.source))
