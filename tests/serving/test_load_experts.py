@@ -177,3 +177,76 @@ def test_adapters_of_3d_parameters_train_on_the_values(recipe, tmp_path):
     found, expected = train(adapted(loaded)), train(adapted(plain))
     assert all(map(torch.equal, found, expected))
     assert found[0] != found[5]
+
+
+def without(part: str):
+    return lambda tensors: {k: v for k, v in tensors.items() if part not in k}
+
+
+def two_factors(tensors):
+    key = "model.layers.0.mlp.experts.2.up_proj.weight_global_scale"
+    return tensors | {key: tensors[key] * 1.5}
+
+
+def mixed(tensors):
+    prefix = "model.layers.0.mlp.experts.1.down_proj.weight"
+    tensors = {k: v for k, v in tensors.items() if not k.startswith(prefix)}
+    local, _ = checkpoints.compress(torch.ones(64, 128).bfloat16(), "FP8")
+    return tensors | {prefix.removesuffix("weight") + k: v for k, v in local.items()}
+
+
+def high_precision(tensors):
+    tensors = without("down_proj")(tensors)
+    names = [f"model.layers.0.mlp.experts.{e}.down_proj.weight" for e in range(4)]
+    return tensors | {name: torch.zeros(64, 128).bfloat16() for name in names}
+
+
+CASES = [
+    (without("experts.3.up_proj"), "gate_up_proj has 7 of 8 matrices"),
+    (two_factors, "gate_up_proj: expected one factor for gate and up .* got two in experts 2"),
+    (mixed, "expected codes of one format, got e4m3/tensor, nvfp4"),
+    (high_precision, "got model.layers.0.mlp.experts.down_proj: no codes"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), CASES)
+def test_experts_that_no_parameter_can_hold_are_refused(change, message, tmp_path):
+    save("qwen3_moe", "NVFP4A16", tmp_path)
+    shards = list(tmp_path.glob("model-*.safetensors"))
+    tensors = {k: v for shard in shards for k, v in load_file(shard).items()}
+    for path in (*shards, tmp_path / "model.safetensors.index.json"):
+        path.unlink()
+    save_file(change(tensors), tmp_path / "model.safetensors")
+    model = build("qwen3_moe", 1)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        mf.load_quantized_(model, tmp_path)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any(isinstance(m, mf.Linear) for m in model.modules())
+    assert not hasattr(model.model.layers[0].mlp.experts, "gate_up_proj_product")
+
+
+def test_scales_of_tensors_are_joined_as_scales_of_rows(tmp_path):
+    save("qwen3_moe", "FP8", tmp_path)
+    model = build("qwen3_moe", 1)
+    mf.load_quantized_(model, tmp_path, "fp8_rowwise")
+    experts = model.model.layers[0].mlp.experts
+    assert experts.gate_up_proj.specs == experts.down_proj.specs == ("e4m3/row+exact", None)
+    gate, up = experts.gate_up_proj.rowwise.scale.chunk(2, dim=1)
+    assert (gate == gate[:, :1]).all()
+    assert (gate != up).any()
+
+
+def test_names_that_the_class_leaves_out_are_reported(tmp_path):
+    save("qwen3_moe", "MXFP4A16", tmp_path)
+    save_file({"mtp.0.norm.weight": torch.ones(3)}, tmp_path / "more.safetensors")
+    index = tmp_path / "model.safetensors.index.json"
+    names = json.loads(index.read_text())["weight_map"] | {"mtp.0.norm.weight": "more.safetensors"}
+    index.write_text(json.dumps({"weight_map": names}))
+    model = build("qwen3_moe", 1)
+    with pytest.raises(ValueError, match=r"mtp\.0\.norm\.weight is unknown"):
+        mf.load_quantized_(model, tmp_path)
+    model._keys_to_ignore_on_load_unexpected = [r"^mtp\."]
+    notes = mf.load_quantized_(model, tmp_path).notes
+    wanted = "1 tensors are not read, which the model's class leaves out, such as mtp.0.norm.weight"
+    assert ("", wanted) in notes
