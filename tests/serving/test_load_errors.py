@@ -110,7 +110,7 @@ def test_another_method_is_refused(config, message, tmp_path):
 
 
 def test_folders_that_are_none_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"expected \*\.safetensors"):
+    with pytest.raises(ValueError, match=r"expected safetensors in .* got no file"):
         mf.load_quantized_(build(), tmp_path)
     write(tmp_path, tensors())
     index = tmp_path / "model.safetensors.index.json"
@@ -118,7 +118,7 @@ def test_folders_that_are_none_are_refused(tmp_path):
     with pytest.raises(ValueError, match="to name the tensors of its files"):
         mf.load_quantized_(build(), tmp_path)
     index.write_text(json.dumps({"weight_map": {"a": "other.safetensors"}}))
-    with pytest.raises(ValueError, match=r"expected the shard other\.safetensors"):
+    with pytest.raises(ValueError, match=r"got no .*other\.safetensors"):
         mf.load_quantized_(build(), tmp_path)
 
 
@@ -130,12 +130,12 @@ def test_models_and_recipes_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(ValueError, match="got no match for '7'"):
         mf.load_quantized_(model, tmp_path, "*: bf16; 7: nvfp4")
     model[0].forward = model[0].forward
-    with pytest.raises(ValueError, match=r"0\.weight: its forward is replaced on the instance"):
+    with pytest.raises(ValueError, match="got: 0: its forward is replaced on the instance"):
         mf.load_quantized_(model, tmp_path)
     del model[0].forward
     require_unchanged(model)
     mf.quantize_(model, "mxfp8", keep="nothing")
-    with pytest.raises(ValueError, match="expected a plain model, got 0, 2 converted"):
+    with pytest.raises(ValueError, match="expected a plain model, got 0 converted"):
         mf.load_quantized_(model, tmp_path)
     half = build().half()
     with pytest.raises(ValueError, match=r"0.weight has codes, .* not a Linear in torch.float16"):

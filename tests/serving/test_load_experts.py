@@ -202,10 +202,13 @@ def high_precision(tensors):
 
 
 CASES = [
-    (without("experts.3.up_proj"), "gate_up_proj has 7 of 8 matrices"),
-    (two_factors, "gate_up_proj: expected one factor for gate and up .* got two in experts 2"),
-    (mixed, "expected codes of one format, got e4m3/tensor, nvfp4"),
-    (high_precision, "got model.layers.0.mlp.experts.down_proj: no codes"),
+    (without("experts.3.up_proj"), "gate_up_proj has 7 of 8 tensors"),
+    (
+        two_factors,
+        "gate_up_proj: expected one factor for gate and up of an expert, got .* in expert 2",
+    ),
+    (mixed, r"expected codes of one format, got \['e4m3/tensor', 'nvfp4'\]"),
+    (high_precision, "got: model.layers.0.mlp.experts.down_proj: no codes"),
 ]
 
 

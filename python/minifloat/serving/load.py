@@ -25,20 +25,19 @@ from ..spec import Spec
 from ..tensor.directions import tensors_of
 from ..tensor.quantized import Quantized
 from ..tensor.quantized_tensor import QuantizedTensor
-from .read_checkpoint import Checkpoint, listed
+from .read_checkpoint import Source, open_folder, require_method
 from .read_codes import (
+    NUMERATORS,
+    NVFP4,
+    ROW,
+    TENSOR,
     Names,
     nvfp4_amax,
-    nvfp4_factor,
+    nvfp4_factors,
     read_names,
     read_part,
 )
-from .read_plan import Target, choose_specs, copy_values, plan
-from .read_targets import (
-    Owned,
-    aliases,
-    owned_tensors,
-)
+from .read_targets import Target, assign, copy_values, problem_of, targets_of
 
 FUNCTION = "load_quantized_"
 IN_HIGH_PRECISION = "the checkpoint has it in high precision"
@@ -87,25 +86,26 @@ def load_quantized_(
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
         >>> mf.load_quantized_(model, "no such folder")
         Traceback (most recent call last):
-        ValueError: load_quantized_: expected a folder of safetensors, got no such folder
+        ValueError: load_quantized_: expected safetensors in no such folder, got no file
     """
     model = unwrapped(require_module(FUNCTION, model))
+    source = open_folder(FUNCTION, folder)
     if found := [fqn for fqn, _ in converted(model)]:
-        raise ValueError(f"{FUNCTION}: expected a plain model, got {listed(found)} converted")
-    checkpoint = Checkpoint(FUNCTION, folder)
-    checkpoint.require_method()
-    names = read_names(checkpoint)
-    codes, plain, left_out = plan(model, checkpoint, names)
-    specs = choose_specs(checkpoint, names, codes)
-    recipes = recipes_of(model, RecipeMap(recipe), codes, specs)
-    report = convert(model, recipes, codes, seed)
-    for fqn, target in codes.items():
-        write_codes(checkpoint, names, target, specs[fqn], torch.device(device or "cpu"))
-    ties = aliases(owned_tensors(model)[0])
-    owned = owned_tensors(model)[0]
-    for target in plain.values():
-        others = [owned[name] for name in ties.get(id(target.own.tensor), [])]
-        write_plain(checkpoint, target, others, torch.device(device or "cpu"))
+        raise source.error(f"expected a plain model, got {found[0]} converted")
+    require_method(source)
+    names = read_names(source)
+    targets, left_out = plan(model, source, names)
+    codes = {fqn: t for fqn, t in targets.items() if t.pieces[0].source in names.weights}
+    specs = choose_specs(source, names, codes)
+    recipes = recipes_of(model, source, RecipeMap(recipe), specs)
+    report = convert(model, source, recipes, codes, seed)
+    memory = torch.device(device or "cpu")
+    made: dict[int, Tensor] = {}  # of tensors on meta, by id: tied ones are made once
+    for fqn, target in targets.items():
+        if fqn in codes:
+            write_codes(source, names, target, specs[fqn], memory)
+        else:
+            write_values(source, target, memory, made)
     notes = [
         ("", f"{len(group)} {what}, such as {group[0]}")
         for group, what in (
@@ -115,6 +115,82 @@ def load_quantized_(
         if group
     ]
     return replace(report, notes=[*report.notes, *notes])
+
+
+# ---- names and specs -----------------------------------------------------------------------------
+
+
+def plan(model: nn.Module, source: Source, names: Names) -> tuple[dict[str, Target], list[str]]:
+    """Finds the tensors of each parameter, and the names that the model's class leaves out.
+
+    Raises:
+        ValueError: names or shapes are not those of the model.
+    """
+    targets, lost = targets_of(model)
+    left_out, unknown = assign(source, model, targets, [*names.weights, *names.plain])
+    given = {id(target.tensor) for target in targets.values() if target.pieces}
+    lost += [fqn for fqn, target in targets.items() if id(target.tensor) not in given]
+    problems = [f"{name} is unknown" for name in unknown] + [f"{fqn} is missing" for fqn in lost]
+    whys = (problem_of(source, names.weights, f, t) for f, t in targets.items() if t.pieces)
+    problems += [why for why in whys if why is not None]
+    if not names.weights:
+        problems.append("no quantized weight")
+    if problems:
+        raise source.error_of_list(f"expected the tensors of {type(model).__name__}", problems)
+    # Of tied tensors, those without a name in the checkpoint share the others' pieces.
+    pieces = {id(t.tensor): t.pieces for t in targets.values() if t.pieces}
+    return {f: t._replace(pieces=pieces[id(t.tensor)]) for f, t in targets.items()}, left_out
+
+
+def choose_specs(source: Source, names: Names, codes: dict[str, Target]) -> dict[str, str]:
+    """Chooses the spec of each quantized parameter; those of one module have one.
+
+    Raises:
+        ValueError: the parts of a parameter have no common spec, or no codes here have its values.
+    """
+    modules: dict[str, list[str]] = {}
+    for fqn in codes:
+        modules.setdefault(fqn.rpartition(".")[0], []).append(fqn)
+    specs: dict[str, str] = {}
+    for module, fqns in modules.items():
+        pieces = [piece for fqn in fqns for piece in codes[fqn].pieces]
+        weights = [names.weights[piece.source] for piece in pieces]
+        found = {weight.spec for weight in weights}
+        if found <= {TENSOR, ROW} and (len(found) > 1 or any(p.parts > 1 for p in pieces)):
+            found = {ROW}  # of gate and up, which have a scale each
+        if found == {NVFP4}:
+            factors = {factor for weight in weights for factor in nvfp4_factors(source, weight)}
+            fitting = (s for s in NUMERATORS if all(nvfp4_amax(s, *f) for f in factors))
+            if (spec := next(fitting, None)) is None:
+                raise source.error(
+                    f"{module}: expected factors such as 2688 / amax, with values that an amax "
+                    f"gives too, got {sorted(factors)[:4]}"
+                )
+            found = {spec}
+            require_shared_factors(source, names, module, [codes[fqn] for fqn in fqns])
+        if len(found) > 1:
+            raise source.error(f"{module}: expected codes of one format, got {sorted(found)}")
+        (spec,) = found
+        rows = [w.shape[-2] for w, p in zip(weights, pieces) if p.parts > 1]
+        if any(count % max(Spec.parse(spec).block[0], 1) for count in rows):
+            raise source.error(f"{module}: expected parts of whole blocks of {spec}, got {rows[0]}")
+        specs |= dict.fromkeys(fqns, spec)
+    return specs
+
+
+def require_shared_factors(
+    source: Source, names: Names, module: str, targets: list[Target]
+) -> None:
+    """Raises ValueError where gate and up of an expert have two factors: here a matrix has one."""
+    for target in targets:
+        factors: dict[int | None, object] = {}
+        for piece in target.pieces:
+            own = nvfp4_factors(source, names.weights[piece.source])
+            if factors.setdefault(piece.expert, own) != own:
+                raise source.error(
+                    f"{module}.{target.name}: expected one factor for gate and up of an expert, "
+                    f"got {factors[piece.expert]} and {own} in expert {piece.expert}"
+                )
 
 
 # ---- recipes -----------------------------------------------------------------------------------
@@ -140,27 +216,29 @@ def recipe_on_codes(recipe: Recipe, spec: str) -> Recipe:
 
 
 def recipes_of(
-    model: nn.Module, recipes: RecipeMap, codes: dict[str, Target], specs: dict[str, str]
+    model: nn.Module, source: Source, recipes: RecipeMap, specs: dict[str, str]
 ) -> RecipeMap:
     """Returns the recipe of each module that has codes, by name."""
     fqns = [fqn for fqn, _ in model.named_modules()]
     unused = [g for g, _ in recipes.entries if not any(glob_matches(g, fqn) for fqn in fqns)]
     require_used("recipe", "globs of names of this model's modules", unused, fqns)
     texts = {}
-    for fqn in codes:
+    for fqn, spec in specs.items():
         module = fqn.rpartition(".")[0]
         given = recipes.find(module) or Recipe("bf16")
         try:
-            texts[module] = recipe_on_codes(given, specs[fqn]).text
+            texts[module] = recipe_on_codes(given, spec).text
         except ValueError as error:
-            raise ValueError(
-                f"{FUNCTION}: {module}: expected a recipe of x and gradients beside the "
-                f"checkpoint's {specs[fqn]}, got {given}: {error}"
+            raise source.error(
+                f"{module}: expected a recipe of x and gradients beside the checkpoint's {spec}, "
+                f"got {given}: {error}"
             ) from None
     return RecipeMap("; ".join(f"{module}: {text}" for module, text in texts.items()))
 
 
-def convert(model: nn.Module, recipes: RecipeMap, codes: dict[str, Target], seed: int) -> Report:
+def convert(
+    model: nn.Module, source: Source, recipes: RecipeMap, codes: dict[str, Target], seed: int
+) -> Report:
     """Converts the layers that have codes, and no others.
 
     Raises:
@@ -168,25 +246,13 @@ def convert(model: nn.Module, recipes: RecipeMap, codes: dict[str, Target], seed
     """
     report = quantize_(model, recipes, keep="nothing", seed=seed)
     rows = {name for name, _ in report.converted}
-    reasons = dict(report.skipped)
-    left = {}
-    for fqn in codes:
-        module = fqn.rpartition(".")[0]
-        if not {fqn, module} & rows:
-            left[fqn] = reasons.get(fqn) or reasons.get(module) or "no layer reads it"
-    extra = [
-        row
-        for row in rows
-        if row not in codes and f"{row}.weight" not in codes  # such as one of two of experts
-    ]
-    if left or extra:
+    wanted = {fqn if t.tensor.dim() == 3 else fqn.rpartition(".")[0] for fqn, t in codes.items()}
+    if rows != wanted:
         restore_(model)
-        what = [f"{fqn}: {why}" for fqn, why in left.items()] + [
-            f"{row}: no codes" for row in extra
-        ]
-        raise ValueError(
-            f"{FUNCTION}: expected layers that read the checkpoint's codes, got {listed(what)}"
-        )
+        reasons = dict(report.skipped)
+        what = [f"{row}: {reasons.get(row, 'no layer reads it')}" for row in sorted(wanted - rows)]
+        what += [f"{row}: no codes" for row in sorted(rows - wanted)]  # one of two of experts
+        raise source.error_of_list("expected layers that read the codes", what)
     skipped = [(n, IN_HIGH_PRECISION if why == NO_GLOB else why) for n, why in report.skipped]
     return replace(report, skipped=skipped)
 
@@ -194,70 +260,52 @@ def convert(model: nn.Module, recipes: RecipeMap, codes: dict[str, Target], seed
 # ---- tensors -------------------------------------------------------------------------------------
 
 
-def device_of(own: Owned, device: torch.device) -> torch.device:
-    return device if own.tensor.is_meta else own.tensor.device
-
-
 def write_codes(
-    checkpoint: Checkpoint, names: Names, target: Target, spec: str, device: torch.device
+    source: Source, names: Names, target: Target, spec: str, memory: torch.device
 ) -> None:
     """Makes a parameter of codes and scales, of each piece in turn."""
-    own, parsed = target.own, Spec.parse(spec)
-    device = device_of(own, device)
-    *experts, n, k = target.shape
-    kinds = tensors_of(parsed, n, k)
+    parsed, like, shape = Spec.parse(spec), target.tensor, target.shape(is_coded=True)
+    device = memory if like.is_meta else like.device
     codes, scale, amax = (
-        torch.empty((0,) if shape == (0,) else (*experts, *shape), dtype=dtype, device=device)
-        for dtype, shape in kinds.values()
+        torch.empty((*shape[:-2], *size) if size != (0,) else size, dtype=dtype, device=device)
+        for dtype, size in tensors_of(parsed, *shape[-2:]).values()
     )
     for piece in target.pieces:
         weight = names.weights[piece.source]
-        of_codes, of_scale = read_part(checkpoint, weight, spec)
-        begin = piece.part * (n // piece.parts)
-        is_whole = piece.expert is None
-        index = () if is_whole else (piece.expert,)
-        rows = slice(begin, begin + n // piece.parts)
-        codes[(*index, ...)][..., rows, :].copy_(of_codes)
-        block = max(parsed.block[0], 1)
-        if parsed.has_blocks:
-            first = begin // block
-            part = raw(scale)[(*index, ...)][..., first : first + of_scale.shape[-2], :]
-        elif parsed.amax_of == "row":
-            part = scale[(*index, ...)][..., rows]
-        else:
-            part = scale[(*index, ...)]
-        part.copy_(raw(of_scale))
+        of_codes, of_scale = read_part(source, weight, spec)
+        piece.within(codes).copy_(of_codes)
+        piece.within(as_bytes(scale)).copy_(as_bytes(of_scale))
         if weight.factor is not None:
-            factors, divides = nvfp4_factor(checkpoint, weight)
-            values = [cast(float, nvfp4_amax(spec, f, divides)) for f in factors]
-            amax[(*index, ...)].copy_(torch.tensor(values).reshape(amax[(*index, ...)].shape))
+            found = [cast(float, nvfp4_amax(spec, *f)) for f in nvfp4_factors(source, weight)]
+            part = amax if piece.expert is None else amax[piece.expert]
+            part.copy_(torch.tensor(found).reshape(part.shape))
     if not parsed.has_blocks:
         amax.copy_(scale * E4M3_MAX)
-    quantized = Quantized(codes, scale, amax, spec, target.shape, target.is_row_major)
+    quantized = Quantized(codes, scale, amax, spec, shape, target.is_row_major)
     rowwise, columnwise = (None, quantized) if target.is_row_major else (quantized, None)
-    weight_of_codes = QuantizedTensor(rowwise, columnwise, own.tensor.dtype)
-    setattr(own.module, own.name, nn.Parameter(weight_of_codes, requires_grad=False))
-    state = own.module if isinstance(own.module, RecipeState) else product_of(own.module, own.name)
-    assert state is not None
-    state.has_loaded_codes = True
+    weight_of_codes = QuantizedTensor(rowwise, columnwise, like.dtype)
+    module, name = target.module, target.name
+    setattr(module, name, nn.Parameter(weight_of_codes, requires_grad=False))
+    state = module if isinstance(module, RecipeState) else product_of(module, name)
+    cast(RecipeState, state).has_loaded_codes = True
 
 
-def raw(scale: Tensor) -> Tensor:
-    """Returns scales in a dtype that copies on every device."""
-    return scale.view(torch.uint8) if scale.element_size() == 1 else scale
+def as_bytes(scale: Tensor) -> Tensor:
+    """Returns one-byte scales in a dtype that copies on every device, others as they are."""
+    return scale.view(torch.uint8) if scale.itemsize == 1 else scale
 
 
-@torch.no_grad()
-def write_plain(
-    checkpoint: Checkpoint, target: Target, owners: list[Owned], device: torch.device
+def write_values(
+    source: Source, target: Target, memory: torch.device, made: dict[int, Tensor]
 ) -> None:
-    """Copies the values of a parameter or a buffer. One on meta gets memory, in all its owners."""
-    own, tensor = target.own, target.own.tensor
+    """Copies the values of a parameter or a buffer. One on meta gets memory."""
+    tensor = target.tensor
+    values = made.get(id(tensor), tensor)
+    if values.is_meta:
+        values = torch.empty_like(tensor, device=memory)
+        if isinstance(tensor, nn.Parameter):
+            values = nn.Parameter(values, tensor.requires_grad)
+        made[id(tensor)] = values
+    copy_values(source, target, values)
     if tensor.is_meta:
-        values: Tensor = torch.empty_like(tensor, device=device)
-        if own.is_parameter:
-            values = nn.Parameter(values, requires_grad=tensor.requires_grad)
-        for other in owners:
-            setattr(other.module, other.name, values)
-        tensor = values
-    copy_values(checkpoint, target, tensor)
+        setattr(target.module, target.name, values)

@@ -16,9 +16,8 @@ A) under +4over6. `nvfp4_amax` finds the A whose values are the checkpoint's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
-from math import prod
+from math import inf, prod
 from typing import NamedTuple
 
 import torch
@@ -26,19 +25,16 @@ from torch import Tensor
 
 from ..spec import Spec
 from ..tensor.quantized import Quantized, dequantize
-from .read_checkpoint import Checkpoint
+from .read_checkpoint import Source
 
 CODES = ("", "_packed", "_blocks")  # ends of names
 SCALES = ("_scale", "_scale_inv", "_scales")
-FACTORS = ("_global_scale", "_scale_2")
-# Last parts of names of scales of activations and of caches, which a layer here finds itself.
-ACTIVATIONS = (
-    *("input_scale", "input_global_scale", "activation_scale", "output_scale"),
-    *("q_scale", "k_scale", "v_scale"),
-)
+DIVIDES, MULTIPLIES = "_global_scale", "_scale_2"
+# Scales of activations and of caches, which a layer here finds itself, by the ends of their names.
+ACTIVATIONS = (".input_scale", ".input_global_scale", "activation_scale", ".output_scale")
+CACHES = (".q_scale", ".k_scale", ".v_scale")
 TENSOR, ROW, NVFP4 = "e4m3/tensor", "e4m3/row+exact", "nvfp4"
-# Of NVFP4's specs, S · A (docs/numerics.md, section 5).
-NUMERATORS = {NVFP4: 2688.0, "nvfp4+4over6": 1536.0}
+NUMERATORS = {NVFP4: 2688.0, "nvfp4+4over6": 1536.0}  # S · A (docs/numerics.md, section 5)
 NEIGHBOURS = 4  # amaxes that are tried on each side of the first, next to each other in float32
 BLOCK = 128
 
@@ -59,7 +55,7 @@ class Names(NamedTuple):
     Args:
         weights: the quantized ones, by the parameter's name.
         plain: those in high precision.
-        ignored: scales of activations.
+        ignored: scales of activations and of caches.
     """
 
     weights: dict[str, Stored]
@@ -67,124 +63,101 @@ class Names(NamedTuple):
     ignored: list[str]
 
 
-def is_of_activations(name: str) -> bool:
-    last = name.rpartition(".")[2]
-    return last in ACTIVATIONS or last.endswith("_activation_scale")
-
-
-def read_names(checkpoint: Checkpoint) -> Names:
+def read_names(source: Source) -> Names:
     """Finds the quantized weights of a checkpoint.
 
     Raises:
         ValueError: a weight has codes or scales of no known layout.
     """
-    names = set(checkpoint.names)
+    names = sorted(source.tensors)
     weights: dict[str, Stored] = {}
     taken: set[str] = set()
-    for scale in sorted(names):
+    for scale in names:
         for end in SCALES:
             parameter = scale.removesuffix(end)
-            codes = next((parameter + c for c in CODES if parameter + c in names), None)
-            if parameter == scale or codes is None:
-                continue
-            factors = [parameter + end for end in FACTORS if parameter + end in names]
-            factor = factors[0] if factors else None
-            weights[parameter] = stored(checkpoint, codes, scale, factor)
-            taken |= {codes, scale, *factors}
-    ignored = sorted(name for name in names - taken if is_of_activations(name))
-    return Names(weights, sorted(names - taken - {*ignored}), ignored)
+            codes = next((parameter + c for c in CODES if parameter + c in source.tensors), None)
+            if parameter != scale and codes is not None:
+                factors = [parameter + end for end in (DIVIDES, MULTIPLIES)]
+                factor = next((name for name in factors if name in source.tensors), None)
+                weights[parameter] = stored(source, codes, scale, factor)
+                taken |= {codes, scale, factor or codes}
+    left = [name for name in names if name not in taken]
+    ignored = [name for name in left if name.endswith(ACTIVATIONS + CACHES)]
+    return Names(weights, [name for name in left if name not in ignored], ignored)
 
 
-def stored(checkpoint: Checkpoint, codes: str, scale: str, factor: str | None) -> Stored:
+def stored(source: Source, codes: str, scale: str, factor: str | None) -> Stored:
     """Returns the weight that these tensors are."""
-    dtypes = checkpoint.dtype(codes), checkpoint.dtype(scale)
-    shape, scales = checkpoint.shape(codes), checkpoint.shape(scale)
-    is_packed = dtypes[0] in (torch.uint8, torch.int8)
-    if codes.endswith("_blocks"):
-        shape = (*shape[:-2], prod(shape[-2:]))
-    if is_packed:
+    c, s = source.tensors[codes], source.tensors[scale]
+    shape = tuple((c.flatten(-2) if codes.endswith("_blocks") else c).shape)
+    if c.dtype in (torch.uint8, torch.int8):
         shape = (*shape[:-1], 2 * shape[-1])
-    spec = spec_of(dtypes, shape, scales) if len(shape) in (2, 3) else None
-    needs_factor = spec == NVFP4
-    if spec is None or needs_factor != (factor is not None):
+    spec = spec_of(c.dtype, s.dtype, shape, tuple(s.shape)) if len(shape) in (2, 3) else None
+    if spec is None or (spec == NVFP4) != (factor is not None):
         beside = f" beside {factor}" if factor else ""
-        raise checkpoint.error(
-            f"{codes}: expected codes and scales of NVFP4, MXFP4, MXFP8 or "
-            f"FP8 (of a tensor, of rows, blocks of 1x128 or 128x128), got {dtypes[0]} "
-            f"{checkpoint.shape(codes)} with scales {dtypes[1]} {scales}{beside}"
+        raise source.error(
+            f"{codes}: expected codes and scales of NVFP4, MXFP4, MXFP8 or FP8 (of a tensor, of "
+            f"rows, blocks of 1x128 or 128x128), got {c.dtype} {tuple(c.shape)} with scales "
+            f"{s.dtype} {tuple(s.shape)}{beside}"
         )
     return Stored(codes, scale, factor, spec, shape)
 
 
 def spec_of(
-    dtypes: tuple[object, object], shape: tuple[int, ...], scales: tuple[int, ...]
+    codes: torch.dtype, scale: torch.dtype, shape: tuple[int, ...], scales: tuple[int, ...]
 ) -> str | None:
     """Returns the spec of a weight (…, N, K); None where this library has none."""
     *experts, n, k = shape
-    codes, scale = dtypes
-    grid = tuple(scales[len(experts) :]) if tuple(scales[: len(experts)]) == (*experts,) else None
-    if grid is None:
+    grid = scales[len(experts) :]
+    if list(scales[: len(experts)]) != experts:
         return None
-    is_mx = scale in (torch.uint8, torch.float8_e8m0fnu)
+    is_mx = scale in (torch.uint8, torch.float8_e8m0fnu) and grid == (n, k / 32)
     if codes in (torch.uint8, torch.int8):
-        if scale == torch.float8_e4m3fn and grid == (n, k // 16) and k % 16 == 0:
-            return NVFP4
-        return "mxfp4" if is_mx and grid == (n, k // 32) and k % 32 == 0 else None
-    if codes != torch.float8_e4m3fn:
+        is_nvfp4 = scale == torch.float8_e4m3fn and grid == (n, k / 16)
+        return NVFP4 if is_nvfp4 else "mxfp4" if is_mx else None
+    if codes != torch.float8_e4m3fn or is_mx:
+        return "mxfp8" if is_mx else None
+    if not (scale.is_floating_point and (scale.itemsize > 1 or scale == torch.float8_e8m0fnu)):
         return None
-    if is_mx and grid == (n, k // 32) and k % 32 == 0:
-        return "mxfp8"
-    if scale == torch.uint8 or scale not in (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float8_e8m0fnu,
-    ):
-        return None
-    if prod(grid) == 1:
-        return TENSOR
-    if grid in ((n,), (n, 1)):
-        return ROW
-    blocks = -(-n // BLOCK), -(-k // BLOCK)
-    if grid in (blocks, (blocks[0], 1, blocks[1], 1)):
-        return "e4m3/128x128+exact"
-    return "e4m3/1x128+exact" if grid == (n, blocks[1]) else None
+    rows, cols = -(-n // BLOCK), -(-k // BLOCK)
+    specs = {
+        (n,): ROW,
+        (n, cols): "e4m3/1x128+exact",
+        (rows, cols): "e4m3/128x128+exact",
+        (rows, 1, cols, 1): "e4m3/128x128+exact",
+        (n, 1): ROW,
+    }
+    return TENSOR if prod(grid) == 1 else specs.get(grid)
 
 
-# ---- tensors -------------------------------------------------------------------------------------
-
-
-def read_part(checkpoint: Checkpoint, weight: Stored, spec: str) -> tuple[Tensor, Tensor]:
+def read_part(source: Source, weight: Stored, spec: str) -> tuple[Tensor, Tensor]:
     """Reads the codes and scales of a weight in the layout of `spec`.
 
     spec: the weight's own, or ROW of one scale a tensor, which rows then repeat.
     """
     *experts, n, k = weight.shape
-    codes = checkpoint.read(weight.codes).view(torch.uint8)
-    codes = codes.reshape(*experts, n, -1)
-    scale = checkpoint.read(weight.scale)
-    wanted = Spec.parse(spec)
+    codes = source.tensors[weight.codes].view(torch.uint8).reshape((*experts, n, -1))
+    scale, wanted = source.tensors[weight.scale], Spec.parse(spec)
     if wanted.scale_dtype != torch.float32:
         return codes, scale.view(wanted.scale_dtype)
-    scale = scale.float()
     if spec == ROW and weight.spec == TENSOR:
-        return codes, scale.reshape((*experts, 1)).expand((*experts, n))
-    return codes, scale.reshape((*experts, *wanted.scale_shape(n, k)))
+        return codes, scale.float().reshape((*experts, 1)).expand((*experts, n))
+    return codes, scale.float().reshape((*experts, *wanted.scale_shape(n, k)))
 
 
-def nvfp4_factor(checkpoint: Checkpoint, weight: Stored) -> tuple[list[float], bool]:
+def nvfp4_factors(source: Source, weight: Stored) -> list[tuple[float, bool]]:
     """Returns NVFP4's factor of each matrix of a weight, and whether scales are divided by it.
 
     Raises:
         ValueError: it is not positive and finite, or not one a matrix.
     """
     assert weight.factor is not None
-    values = checkpoint.read(weight.factor).float().flatten().tolist()
-    if len(values) != prod(weight.shape[:-2]) or not all(0 < v < float("inf") for v in values):
-        raise checkpoint.error(
+    values = source.tensors[weight.factor].float().flatten().tolist()
+    if len(values) != prod(weight.shape[:-2]) or not all(0 < value < inf for value in values):
+        raise source.error(
             f"{weight.factor}: expected a positive factor for each matrix, got {values[:4]}"
         )
-    return values, weight.factor.endswith(FACTORS[0])
+    return [(value, weight.factor.endswith(DIVIDES)) for value in values]
 
 
 @lru_cache(maxsize=4096)
@@ -204,29 +177,19 @@ def nvfp4_amax(spec: str, factor: float, divides: bool) -> float | None:
     f = torch.tensor(factor)
     first = NUMERATORS[spec] / f if divides else NUMERATORS[spec] * f
     order = sorted(range(-NEIGHBOURS, NEIGHBOURS + 1), key=abs)
-    bits = first.view(torch.int32) + torch.tensor(order, dtype=torch.int32)
-    amax = bits.view(torch.float32)
-    count = len(order)
-    scales = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)  # but NaN
+    amax = (first.view(torch.int32) + torch.tensor(order, dtype=torch.int32)).view(torch.float32)
+    scale = torch.arange(0x7F, dtype=torch.uint8)  # all but NaN
     codes = torch.tensor([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], dtype=torch.uint8)
-    shape = (count, len(scales), 16)
     table = Quantized(
-        codes.expand(count, len(scales), -1).contiguous(),
-        scales.view(torch.uint8)[:, None].repeat(count, 1, 1).view(torch.float8_e4m3fn),
+        codes.repeat(len(order), len(scale), 1),
+        scale[:, None].repeat(len(order), 1, 1).view(torch.float8_e4m3fn),
         amax,
         spec,
-        shape,
+        (len(order), len(scale), 16),
     )
-    s = scales.float()[:, None]
+    s = scale.view(torch.float8_e4m3fn).float()[:, None]
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     wanted = torch.cat([magnitudes, -magnitudes]) * (s / f if divides else s * f)
-    found = dequantize(table, torch.bfloat16) == wanted.bfloat16()
-    equal = found.flatten(1).all(1).nonzero()
-    return amax[equal[0]].item() if len(equal) else None
-
-
-def choose_nvfp4(factors: Iterable[tuple[float, bool]]) -> str | None:
-    """Returns the spec that has an amax for each of these factors; None where no one has."""
-    wanted = set(factors)
-    specs = (s for s in NUMERATORS if all(nvfp4_amax(s, *f) is not None for f in wanted))
-    return next(specs, None)
+    is_equal = (dequantize(table, torch.bfloat16) == wanted.bfloat16()).flatten(1).all(1)
+    found = amax[is_equal]
+    return found[0].item() if len(found) else None

@@ -16,10 +16,8 @@ from ..nn.registry import is_distributed
 from ..spec import Spec
 from ..tensor.directions import TENSORS
 from ..tensor.quantized_tensor import QuantizedTensor
-from .read_checkpoint import Checkpoint, StateDict, listed
-from .read_codes import Names
-from .read_plan import MOST, Target, copy_values, problem_of
-from .read_targets import Owned, finder_of_pieces, ignored_by, owned_tensors
+from .read_checkpoint import Source, open_folder
+from .read_targets import Target, assign, copy_values, problem_of, targets_of
 
 FUNCTION = "restore_"
 # Norm of codes' values less the weights, over that of the weights, by the bits of an element. Codes
@@ -66,71 +64,54 @@ def restore_(
     require_restorable(model)
     if weights is not None:
         if isinstance(weights, Mapping):
-            source: Checkpoint = StateDict(FUNCTION, weights)
+            source = Source(FUNCTION, "a state dict", weights)
         else:
-            source = Checkpoint(FUNCTION, weights)
+            source = open_folder(FUNCTION, weights)
         targets = find_originals(unwrapped(model), source)
         for fqn, target in targets.items():
             require_same_weight(source, fqn, target)
         for target in targets.values():
-            own = target.own
-            values = nn.Parameter(read_original(source, target), own.tensor.requires_grad)
-            setattr(own.module, own.name, values)
+            values = nn.Parameter(read_original(source, target), target.tensor.requires_grad)
+            setattr(target.module, target.name, values)
     return restore_layers(model)
 
 
-def find_originals(model: nn.Module, source: Checkpoint) -> dict[str, Target]:
+def find_originals(model: nn.Module, source: Source) -> dict[str, Target]:
     """Finds the tensors of each weight of codes.
 
     Raises:
         ValueError: names or shapes are not those of the model.
     """
-    owned, _ = owned_tensors(model)
-    coded = {fqn for fqn, own in owned.items() if isinstance(local_of(own), QuantizedTensor)}
-    if not coded or any(is_distributed(owned[fqn].tensor) for fqn in coded):
+    targets, _ = targets_of(model)
+    local = {f: getattr(t.tensor, "_local_tensor", t.tensor) for f, t in targets.items()}
+    coded = {f: targets[f] for f, tensor in local.items() if isinstance(tensor, QuantizedTensor)}
+    if not coded or any(is_distributed(target.tensor) for target in coded.values()):
         got = "sharded ones" if coded else "none"
         raise source.error(f"weights: expected a model with whole weights of codes, got {got}")
-    find, is_ignored = finder_of_pieces(FUNCTION, model), ignored_by(model)
-    targets: dict[str, Target] = {}
-    problems = []
-    for name in source.names:
-        fqn, piece = find(name)
-        if fqn in coded:
-            targets.setdefault(fqn, Target(owned[fqn], [])).pieces.append(piece)
-        elif fqn not in owned and not is_ignored(name):
-            problems.append(f"{name} is unknown")
-    problems += [f"{fqn} is missing" for fqn in sorted(coded - targets.keys())]
-    names = Names({}, source.names, [])
-    found = (problem_of(source, names, fqn, target) for fqn, target in targets.items())
-    problems += [why for why in found if why is not None]
+    _, unknown = assign(source, model, targets, source.tensors)
+    problems = [f"{name} is unknown" for name in unknown]
+    problems += [f"{fqn} is missing" for fqn, target in coded.items() if not target.pieces]
+    whys = (problem_of(source, {}, f, t) for f, t in coded.items() if t.pieces)
+    problems += [why for why in whys if why is not None]
     if problems:
-        more = f" and {len(problems) - MOST} more" if len(problems) > MOST else ""
-        raise source.error(
-            f"weights: expected the weights that {type(model).__name__} has as codes, in "
-            f"{source.folder}, got: {'; '.join(problems[:MOST])}{more}"
-        )
-    return targets
+        expected = f"weights: expected those that {type(model).__name__} has as codes"
+        raise source.error_of_list(expected, problems)
+    return coded
 
 
-def local_of(own: Owned) -> Tensor:
-    return getattr(own.tensor, "_local_tensor", own.tensor)
-
-
-@torch.no_grad()
-def read_original(source: Checkpoint, target: Target) -> Tensor:
+def read_original(source: Source, target: Target) -> Tensor:
     """Returns the weight in the nominal dtype of its codes, on their device."""
-    like = target.own.tensor
+    like = target.tensor
     values = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     copy_values(source, target, values)
     return values
 
 
-def require_same_weight(source: Checkpoint, fqn: str, target: Target) -> None:
+def require_same_weight(source: Source, fqn: str, target: Target) -> None:
     """Raises ValueError where a weight is not the one that its codes were made from."""
-    own, values = target.own, read_original(source, target)
-    codes = own.tensor
+    codes, values = target.tensor, read_original(source, target)
     assert isinstance(codes, QuantizedTensor)
-    state = product_of(own.module, own.name) or own.module
+    state = product_of(target.module, target.name) or target.module
     if getattr(state, "has_loaded_codes", False):
         bits = Spec.parse(codes.directions[0].spec).code_bits
         difference = codes.dequantize(torch.float32) - values.float()
@@ -151,7 +132,7 @@ def require_same_weight(source: Checkpoint, fqn: str, target: Target) -> None:
     if differing:
         raise source.error(
             f"weights: {fqn}: expected the weight that was cast to its codes, got one with other "
-            f"{listed(set(differing))}"
+            f"{', '.join(dict.fromkeys(differing))}"
         )
 
 
