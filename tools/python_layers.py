@@ -1,7 +1,7 @@
 """Rules for the imports of python/minifloat, which tools/check_layers.py applies.
 
     circles    no module imports itself through others, not even inside a function or for types
-    rooms      of tensor, nn, distributed, moe and serving, none imports one that stands after it
+    rooms      of tensor, nn, distributed, moe, serving, none imports one that stands after it
     queries    only _native.py and spec.py call the operators about specs, or split a spec's text
     private    only private_torch.py and FSDP2's private_state.py read private names of torch
 
@@ -237,6 +237,8 @@ CASES: tuple[tuple[dict[str, str], int], ...] = (
     ({"distributed/t/a.py": "from ...moe.b import x\n", "moe/b.py": ""}, 1),
     ({"nn/a.py": "from ..moe.b import x\n", "moe/b.py": ""}, 1),
     ({"moe/b.py": "from ..distributed.a import x\n", "distributed/a.py": ""}, 0),
+    ({"moe/b.py": "from ..serving.a import x\n", "serving/a.py": ""}, 1),
+    ({"serving/a.py": "from ..moe.b import x\n", "moe/b.py": ""}, 0),
     ({"a.py": "from ._native import ops\nops.spec_sizes(s, 1, 1)\n", "_native.py": ""}, 1),
     ({"a.py": "from ._native import ops as o\no.spec_info(s)\n", "_native.py": ""}, 1),
     ({"a.py": "import torch\ntorch.ops.minifloat.spec_sizes(s)\n"}, 1),

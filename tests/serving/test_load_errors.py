@@ -61,6 +61,10 @@ CASES = [
     (without("0.weight_global_scale"), "expected codes and scales of NVFP4"),
     ({"0.weight_scale": torch.ones(48, 4)}, "expected codes and scales of NVFP4"),
     ({"0.weight_global_scale": torch.tensor([0.0])}, "expected a positive factor"),
+    (
+        {"0.weight_scale_inv": torch.ones(48, 4)},
+        "expected scales in one tensor, got 0.weight_scale",
+    ),
     ({"0.weight_zero_point": torch.zeros(48, 4)}, "0.weight_zero_point is unknown"),
     ({"1.weight": torch.ones(48).to(torch.float8_e4m3fn)}, "without scales"),
 ]

@@ -233,7 +233,7 @@ def recipes_of(
                 f"{module}: expected a recipe of x and gradients beside the checkpoint's {spec}, "
                 f"got {given}: {error}"
             ) from None
-    return RecipeMap("; ".join(f"{module}: {text}" for module, text in texts.items()))
+    return RecipeMap("; ".join(f"{module or '*'}: {text}" for module, text in texts.items()))
 
 
 def convert(

@@ -76,6 +76,11 @@ def read_names(source: Source) -> Names:
         for end in SCALES:
             parameter = scale.removesuffix(end)
             codes = next((parameter + c for c in CODES if parameter + c in source.tensors), None)
+            if parameter in weights and codes is not None and parameter != scale:
+                raise source.error(
+                    f"{parameter}: expected scales in one tensor, got {weights[parameter].scale} "
+                    f"and {scale}"
+                )
             if parameter != scale and codes is not None:
                 factors = [parameter + end for end in (DIVIDES, MULTIPLIES)]
                 factor = next((name for name in factors if name in source.tensors), None)
