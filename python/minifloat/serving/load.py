@@ -31,6 +31,7 @@ from .read_codes import (
     NVFP4,
     ROW,
     TENSOR,
+    Amax,
     Names,
     nvfp4_amax,
     nvfp4_factors,
@@ -78,7 +79,7 @@ def load_quantized_(
     Raises:
         TypeError: `model` is no module.
         ValueError: the folder is no quantized checkpoint of a known kind, a tensor is missing,
-            unknown or of another shape, no codes here have a weight's values, or a layer that has
+            unknown or of another shape, or of a format that codes here do not have, or a layer with
             codes cannot be converted. The model is unchanged then.
         OSError: a file cannot be read.
 
@@ -96,7 +97,7 @@ def load_quantized_(
     names = read_names(source)
     targets, left_out = plan(model, source, names)
     codes = {fqn: t for fqn, t in targets.items() if t.pieces[0].source in names.weights}
-    specs = choose_specs(source, names, codes)
+    specs, tied = choose_specs(source, names, codes)
     recipes = recipes_of(model, source, RecipeMap(recipe), specs)
     report = convert(model, source, recipes, codes, seed)
     memory = torch.device(device or "cpu")
@@ -111,6 +112,11 @@ def load_quantized_(
         for group, what in (
             (names.ignored, "scales of activations are not read: x is scaled by its own values"),
             (left_out, "tensors are not read, which the model's class leaves out"),
+            (
+                tied,
+                "layers have values halfway between two of bfloat16, which another library may"
+                " round to the other",
+            ),
         )
         if group
     ]
@@ -142,8 +148,13 @@ def plan(model: nn.Module, source: Source, names: Names) -> tuple[dict[str, Targ
     return {f: t._replace(pieces=pieces[id(t.tensor)]) for f, t in targets.items()}, left_out
 
 
-def choose_specs(source: Source, names: Names, codes: dict[str, Target]) -> dict[str, str]:
+def choose_specs(
+    source: Source, names: Names, codes: dict[str, Target]
+) -> tuple[dict[str, str], list[str]]:
     """Chooses the spec of each quantized parameter; those of one module have one.
+
+    Returns:
+        The specs, and the modules with values that tie (Amax.ties).
 
     Raises:
         ValueError: the parts of a parameter have no common spec, or no codes here have its values.
@@ -152,6 +163,7 @@ def choose_specs(source: Source, names: Names, codes: dict[str, Target]) -> dict
     for fqn in codes:
         modules.setdefault(fqn.rpartition(".")[0], []).append(fqn)
     specs: dict[str, str] = {}
+    tied: list[str] = []
     for module, fqns in modules.items():
         pieces = [piece for fqn in fqns for piece in codes[fqn].pieces]
         weights = [names.weights[piece.source] for piece in pieces]
@@ -160,13 +172,15 @@ def choose_specs(source: Source, names: Names, codes: dict[str, Target]) -> dict
             found = {ROW}  # of gate and up, which have a scale each
         if found == {NVFP4}:
             factors = {factor for weight in weights for factor in nvfp4_factors(source, weight)}
-            fitting = (s for s in NUMERATORS if all(nvfp4_amax(s, *f) for f in factors))
-            if (spec := next(fitting, None)) is None:
+            amaxes = {s: [nvfp4_amax(s, *f) for f in factors] for s in NUMERATORS}
+            ties = {s: sum(a.ties for a in of if a) for s, of in amaxes.items() if all(of)}
+            if not ties:
                 raise source.error(
-                    f"{module}: expected factors such as 2688 / amax, with values that an amax "
-                    f"gives too, got {sorted(factors)[:4]}"
+                    f"{module}: expected factors within the range of 2688 / amax, got "
+                    f"{sorted(factors)[:4]}"
                 )
-            found = {spec}
+            found = {min(ties, key=ties.__getitem__)}
+            tied += [module] if min(ties.values()) else []
             require_shared_factors(source, names, module, [codes[fqn] for fqn in fqns])
         if len(found) > 1:
             raise source.error(f"{module}: expected codes of one format, got {sorted(found)}")
@@ -175,7 +189,7 @@ def choose_specs(source: Source, names: Names, codes: dict[str, Target]) -> dict
         if any(count % max(Spec.parse(spec).block[0], 1) for count in rows):
             raise source.error(f"{module}: expected parts of whole blocks of {spec}, got {rows[0]}")
         specs |= dict.fromkeys(fqns, spec)
-    return specs
+    return specs, tied
 
 
 def require_shared_factors(
@@ -276,9 +290,9 @@ def write_codes(
         piece.within(codes).copy_(of_codes)
         piece.within(as_bytes(scale)).copy_(as_bytes(of_scale))
         if weight.factor is not None:
-            found = [cast(float, nvfp4_amax(spec, *f)) for f in nvfp4_factors(source, weight)]
+            amaxes = [nvfp4_amax(spec, *f) for f in nvfp4_factors(source, weight)]
             part = amax if piece.expert is None else amax[piece.expert]
-            part.copy_(torch.tensor(found).reshape(part.shape))
+            part.copy_(torch.tensor([cast(Amax, a).value for a in amaxes]).reshape(part.shape))
     if not parsed.has_blocks:
         amax.copy_(scale * E4M3_MAX)
     quantized = Quantized(codes, scale, amax, spec, shape, target.is_row_major)

@@ -11,7 +11,7 @@ A name's part before these ends is the parameter's: q_proj.weight, experts.down_
 weight has follows from dtypes and shapes. Codes and block scales stay as they are.
 
 A factor of NVFP4 is stored here as an amax A, of which the factor is 1 / (2688 / A), or 1 / (1536 /
-A) under +4over6. `nvfp4_amax` finds the A whose values are the checkpoint's.
+A) under +4over6. `nvfp4_amax` finds the A whose values are the checkpoint's, but for some ties.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ TENSOR, ROW, NVFP4 = "e4m3/tensor", "e4m3/row+exact", "nvfp4"
 NUMERATORS = {NVFP4: 2688.0, "nvfp4+4over6": 1536.0}  # S · A (docs/numerics.md, section 5)
 NEIGHBOURS = 4  # amaxes that are tried on each side of the first, next to each other in float32
 BLOCK = 128
+BF16_STEP = 2.0**-7  # from a number to the next one, over the number, at the most
 
 
 class Stored(NamedTuple):
@@ -165,8 +166,21 @@ def nvfp4_factors(source: Source, weight: Stored) -> list[tuple[float, bool]]:
     return [(value, weight.factor.endswith(DIVIDES)) for value in values]
 
 
+class Amax(NamedTuple):
+    """An amax of NVFP4 that stands for a checkpoint's factor.
+
+    Args:
+        value: it.
+        ties: the pairs of a code and a block scale, of 2,032, whose value in bfloat16 is the next
+            one to the checkpoint's: values halfway between two, but for a rounding in float32.
+    """
+
+    value: float
+    ties: int
+
+
 @lru_cache(maxsize=4096)
-def nvfp4_amax(spec: str, factor: float, divides: bool) -> float | None:
+def nvfp4_amax(spec: str, factor: float, divides: bool) -> Amax | None:
     """Finds the amax under which a spec's values are those of a checkpoint's factor.
 
     Args:
@@ -176,8 +190,7 @@ def nvfp4_amax(spec: str, factor: float, divides: bool) -> float | None:
             factor), ModelOpt code · (s · factor), both in float32, rounded to bfloat16.
 
     Returns:
-        The amax: for every code and every block scale the values in bfloat16 have equal bits.
-        None: there is none.
+        That with the fewest ties. None: the factor is out of an amax's range.
     """
     f = torch.tensor(factor)
     first = NUMERATORS[spec] / f if divides else NUMERATORS[spec] * f
@@ -195,6 +208,9 @@ def nvfp4_amax(spec: str, factor: float, divides: bool) -> float | None:
     s = scale.view(torch.float8_e4m3fn).float()[:, None]
     magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
     wanted = torch.cat([magnitudes, -magnitudes]) * (s / f if divides else s * f)
-    is_equal = (dequantize(table, torch.bfloat16) == wanted.bfloat16()).flatten(1).all(1)
-    found = amax[is_equal]
-    return found[0].item() if len(found) else None
+    wanted, found = wanted.bfloat16().float(), dequantize(table, torch.bfloat16).float()
+    is_near = ((found - wanted).abs() <= wanted.abs() * BF16_STEP).flatten(1).all(1)
+    counts = (found != wanted).flatten(1).sum(1).tolist()
+    near = [i for i, fits in enumerate(is_near.tolist()) if fits]
+    best = min(near, key=counts.__getitem__, default=None)
+    return None if best is None else Amax(amax[best].item(), counts[best])
