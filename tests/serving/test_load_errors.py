@@ -44,6 +44,16 @@ def test_a_module_of_torch_loads(tmp_path):
     assert "fprop=nvfp4*nvfp4 " in report.converted[1][1]
 
 
+def test_matrices_with_names_of_experts_are_no_experts(tmp_path):
+    model = build()
+    for name in ("gate_up_proj", "down_proj"):
+        model.register_parameter(name, nn.Parameter(torch.zeros(4, 6)))
+    values = {name: torch.ones(4, 6) for name in ("gate_up_proj", "down_proj")}
+    write(tmp_path, tensors() | values)
+    mf.load_quantized_(model, tmp_path)
+    assert torch.equal(model.down_proj, values["down_proj"])
+
+
 def without(*names):
     return lambda t: {k: v for k, v in t.items() if k not in names}
 

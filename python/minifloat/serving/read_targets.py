@@ -82,7 +82,8 @@ def targets_of(model: nn.Module) -> tuple[dict[str, Target], list[str]]:
     found, lost = {}, []
     for raw, module in model.named_modules(remove_duplicate=False):
         path = [part for part in f"{raw}.".removeprefix(PEFT_PREFIX).split(".") if part]
-        has_both = all(module._parameters.get(name) is not None for name in NAMES)
+        experts = [module._parameters.get(name) for name in NAMES]
+        has_both = all(weight is not None and weight.dim() == 3 for weight in experts)
         row_major = has_both and bool(is_row_major(module))
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             fqn = ".".join([*(part for part in path if part != PEFT_PART), name])
