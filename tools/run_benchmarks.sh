@@ -30,7 +30,7 @@ for script in benchmarks/*.py; do
   case "$(basename "$script")" in
     _*) continue ;;
     # They train for minutes to hours. Their docstrings have the commands.
-    gpu_parity.py | gpu_inspect.py | gpu_llama8b.py) continue ;;
+    gpu_parity.py | gpu_inspect.py | gpu_llama8b.py | gpu_lora.py) continue ;;
     gpu_torchtitan*.py) continue ;;
     parity_data.py) continue ;; # it downloads 1.1 GB
     recipe_map.py) continue ;;  # it reads a run of `make train`

@@ -26,7 +26,7 @@ from .moe import register as _register_moe  # functions for models with experts
 from .moe.grouped_mlp import grouped_mlp
 from .moe.layer import MoE
 from .moe.ranks.expert_parallel import expert_parallel
-from .nn.convert.quantize import quantize_, restore_
+from .nn.convert.quantize import quantize_
 from .nn.convert.selection import Report
 from .nn.fuse.mlp import MLP
 from .nn.linear import Linear
@@ -34,6 +34,8 @@ from .nn.state.model_state import load_training_state, step, training_state
 from .recipe import Recipe, RecipeMap, presets
 from .serving.calibrate import calibrate
 from .serving.export import export
+from .serving.load import load_quantized_
+from .serving.restore import restore_
 from .tensor.quantized_tensor import QuantizedTensor
 
 __all__ = [
@@ -51,6 +53,7 @@ __all__ = [
     "grouped_mlp",
     "inspect",
     "linear",
+    "load_quantized_",
     "load_training_state",
     "presets",
     "quantize_",

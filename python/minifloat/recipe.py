@@ -115,6 +115,17 @@ class Recipe(Text):
         return any(spec.is_stochastic for spec in self._specs)
 
     @property
+    def reads_values_of_w(self) -> bool:
+        """Whether fprop or dgrad reads the weight in high precision."""
+        return "bf16" in (self.fprop.b, self.dgrad.b)
+
+    @property
+    def with_values(self) -> Recipe:
+        """The recipe with the weight in high precision."""
+        fprop, dgrad = (Product(product.a, "bf16") for product in (self.fprop, self.dgrad))
+        return Recipe(f"fprop={fprop} dgrad={dgrad} wgrad={self.wgrad}")
+
+    @property
     def is_delayed(self) -> bool:
         return any(spec.is_delayed for spec in self._specs)
 

@@ -66,6 +66,15 @@ RUNS = {
             "merged equals adapters: True",
         ],
     ),
+    "train_lora_quantized": (
+        (),
+        {},
+        [
+            "minifloat: 14 converted, 1 not",
+            "published keys equal: True",
+            "published weights are the original and the adapters: True",
+        ],
+    ),
     "train_lightning": (
         (),
         {},
@@ -107,7 +116,7 @@ RUNS = {
 
 def loss_without_inputs(file):
     """Returns the least loss of a model that does not read its inputs."""
-    if file in ("export", "train_peft", "train_transformers"):
+    if file in ("export", "train_peft", "train_lora_quantized", "train_transformers"):
         return math.log(64)  # of 64 tokens that occur equally often
     if file in ("train_accelerate", "train_lightning", "train_8bit_adam", "train_pipeline"):
         return 1.0  # the variance of the target, normal numbers

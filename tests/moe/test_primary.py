@@ -127,6 +127,25 @@ def test_the_function_takes_codes():
         mf.grouped_mlp(tokens(), *codes, indices, weights, "nvfp4")
 
 
+@pytest.mark.parametrize("fprop", ["bf16*mxfp8", "bf16*bf16"])
+def test_a_product_that_reads_values_reads_those_of_the_codes(fprop):
+    """MXFP8's values are those of bfloat16, so products of codes and of values are the same."""
+    torch.manual_seed(3)
+    sizes = (E, 2 * HIDDEN, D), (E, D, HIDDEN)
+    codes = [mf.QuantizedTensor.from_tensor(torch.randn(*s).bfloat16(), "mxfp8") for s in sizes]
+    indices, weights = torch.arange(40).view(20, 2) % E, torch.rand(20, 2)
+    found = []
+    for matrices, recipe in (
+        (codes, f"fprop={fprop} dgrad=bf16*bf16 wgrad=bf16*bf16"),
+        ([w.dequantize() for w in codes], "bf16"),
+    ):
+        x = tokens().bfloat16().requires_grad_()
+        y = mf.grouped_mlp(x, *matrices, indices, weights, recipe)
+        y.sum().backward()
+        found.append((y, x.grad))
+    assert all(map(torch.equal, *found))
+
+
 def test_weights_that_cannot_be_codes_have_a_reason():
     def reason(model, recipe):
         return {

@@ -139,10 +139,18 @@ def grouped_mlp(
         for w in (*inputs, w2)
     ]
     calls = [
-        ProductCall(parsed.text, rng, ops.stream(name), history, codes, first_expert)
+        ProductCall(
+            parsed.text,
+            rng,
+            ops.stream(name),
+            history,
+            codes,
+            first_expert,
+            reads_values=parsed.reads_values_of_w,
+        )
         for name, history, codes in zip(names, histories, operands)
     ]
-    matrices = [matrix_of(w) for w in (*inputs, w2)]
+    matrices = [matrix_of(w, call) for w, call in zip((*inputs, w2), calls)]
     products = Products(Gate(limit, alpha, interleaved), calls, matrices, biases, b2)
     if ranks is None:
         order = order_rows(indices, w2.shape[0], token_ids)

@@ -164,9 +164,9 @@ class Experts(HasProducts, nn.Module):
     def products(self, calls: Sequence[ProductCall], **more: Any) -> Products:
         """Returns the products of this rank's parameters, which `calls` compute."""
         matrices = []
-        for name in self.weight_names:
+        for name, call in zip(self.weight_names, calls):
             weight = local_of(getattr(self, name))
-            matrices.append(matrix_of(weight.flatten(1, 2) if weight.dim() == 4 else weight))
+            matrices.append(matrix_of(weight.flatten(1, 2) if weight.dim() == 4 else weight, call))
         biases = [getattr(self, name) for name in (*self.bias_names, "b2")]
         biases = [bias if bias is None else local_of(bias).flatten(1) for bias in biases]
         return Products(self.gate, calls, matrices, biases[:-1], biases[-1], **more)

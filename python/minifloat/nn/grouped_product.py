@@ -56,6 +56,7 @@ class ProductCall:
         operands: of the weight, as the op layer_operands returns them; None: cast by the product.
         first_expert: the number of the first matrix among all ranks' experts.
         recompute: "weight" where backward of `multiply` quantizes B again; "": it saves codes.
+        reads_values: whether a product reads the weight in high precision.
     """
 
     recipe: str = "bf16"
@@ -65,6 +66,7 @@ class ProductCall:
     operands: list[Tensor] | None = None
     first_expert: int = 0
     recompute: str = ""
+    reads_values: bool = True
 
     def multiply(
         self,
@@ -158,6 +160,10 @@ class GroupedProduct(RecipeState):
         columnwise = columnwise and torch.is_grad_enabled()
         local: Tensor = getattr(weight, "_local_tensor", weight)
         text, state = self.recipe.text, self.op_state(x.device)
+        if self.has_loaded_codes and not isinstance(local, QuantizedTensor):
+            # Their values and an adapter's. Nothing rounds codes of a checkpoint again.
+            text = self.recipe.with_values.text
+            return ProductCall(text, first_expert=self.first_expert, **state)
         history = state.get("amax_history")
         operands: list[Tensor] | None = None
         if torch.compiler.is_compiling():
@@ -177,6 +183,7 @@ class GroupedProduct(RecipeState):
             operands=operands,
             first_expert=self.first_expert,
             recompute=self.recompute,
+            reads_values=self.recipe.reads_values_of_w,
             **state,
         )
 
@@ -333,14 +340,17 @@ class TransposeOfCodes(torch.autograd.Function):
         return grads[0].mT
 
 
-def matrix_of(weight: Tensor, is_row_major: bool = False) -> Tensor:
+def matrix_of(weight: Tensor, call: ProductCall, is_row_major: bool = False) -> Tensor:
     """Returns B (E, K, N) of a product, from a 3D parameter or the part of it on this rank.
 
     Args:
         weight: (E, N, K), or (E, K, N) where it is row-major.
+        call: the product's arguments.
         is_row_major: whether `weight` is B itself.
     """
     weight = local_of(weight)
+    if isinstance(weight, QuantizedTensor) and call.reads_values:
+        weight = weight.dequantize()
     if isinstance(weight, QuantizedTensor):
         b = TransposeOfCodes.apply(weight)
         return b.mT if is_row_major else b

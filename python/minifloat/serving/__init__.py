@@ -1,1 +1,1 @@
-"""Weights as servers read them: folders of safetensors with codes, and the scales of inputs."""
+"""What servers read: folders of codes, written and loaded, and the scales of inputs."""

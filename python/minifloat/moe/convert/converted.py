@@ -273,7 +273,7 @@ class CountedExperts(Converted):
         offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
         order = Order(ids, ids[:, None], offs, ids)  # each row is a token of its own, with one slot
         calls = [call_of(self, name, rows, needs_columnwise=True) for name in NAMES]
-        matrices = [matrix_of(getattr(self, name)) for name in NAMES]
+        matrices = [matrix_of(getattr(self, name), call) for name, call in zip(NAMES, calls)]
         ones = torch.ones(rows.shape[0], 1, dtype=torch.float32, device=rows.device)
         products = Products(Gate(), calls, matrices, (None, None))
         return products.run(rows, ones, order, sums=False).type_as(x)

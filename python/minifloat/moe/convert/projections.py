@@ -186,7 +186,10 @@ def multiply_projections(
     row_major, gate = bool(is_row_major(module)), gate_of(module, form)
     inputs = call_of(module, NAMES[0], x, row_major)
     output = call_of(module, NAMES[1], x, row_major, needs_columnwise=True)
-    w13, w2 = (matrix_of(getattr(module, name), row_major) for name in NAMES)
+    w13, w2 = (
+        matrix_of(getattr(module, name), call, row_major)
+        for name, call in zip(NAMES, (inputs, output))
+    )
     b13, b2 = biases_of(module, form)
     if routing is None:
         offs = ends_of_even_groups(x, w2.shape[0])

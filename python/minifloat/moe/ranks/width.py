@@ -113,7 +113,13 @@ def begin_product(
             **sharding_of(mesh)._asdict(),
             weight_dim=1 if name == "w2" else 0,
         )
-    return ProductCall(product.recipe.text, operands=operands, recompute=product.recompute, **state)
+    return ProductCall(
+        product.recipe.text,
+        operands=operands,
+        recompute=product.recompute,
+        reads_values=product.recipe.reads_values_of_w,
+        **state,
+    )
 
 
 def sharding_of(mesh: DeviceMesh) -> Sharding:

@@ -219,29 +219,20 @@ def quantize_(
 
 
 def restore_(model: nn.Module) -> nn.Module:
-    """Undoes mf.quantize_ in place, with the same parameters: mf.Linear becomes nn.Linear.
+    """Undoes mf.quantize_ in place, with the same parameters; codes become their values."""
+    require_restorable(model)
+    for module in model.modules():
+        remove_hooks(module)
+    restore_mlps(model)
+    for layer in [module for module in model.modules() if isinstance(module, Linear)]:
+        restore_linear(layer)
+    expert_functions.restore(model)
+    enable_fast_paths_in(model)
+    return model
 
-    A quantized primary weight becomes a high-precision one, with the values of its codes.
 
-    Args:
-        model: one that mf.quantize_ converted.
-
-    Returns:
-        The model.
-
-    Raises:
-        TypeError: `model` is no module.
-        ValueError: FSDP2 gathers a weight as codes, or a layer is of a subclass of mf.Linear, which
-            was never an nn.Linear. The model is unchanged then.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32))
-        >>> report = mf.quantize_(model, "mxfp8")
-        >>> mf.restore_(model)
-        Sequential(
-          (0): Linear(in_features=64, out_features=32, bias=True)
-        )
-    """
+def require_restorable(model: nn.Module) -> None:
+    """Raises TypeError for what is no module, ValueError where mf.restore_ refuses a layer."""
     require_module("restore_", model)
     for _, state in converted(model):
         if state.weight_gather is not None:
@@ -254,14 +245,6 @@ def restore_(model: nn.Module) -> nn.Module:
                 f"restore_: expected layers that were nn.Linear, but {state.fqn} was built as a "
                 f"{type(state).__name__}, a subclass of minifloat.Linear"
             )
-    for module in model.modules():
-        remove_hooks(module)
-    restore_mlps(model)
-    for layer in [module for module in model.modules() if isinstance(module, Linear)]:
-        restore_linear(layer)
-    expert_functions.restore(model)
-    enable_fast_paths_in(model)
-    return model
 
 
 def revert(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:

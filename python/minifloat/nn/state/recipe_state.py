@@ -131,6 +131,7 @@ class RecipeState(nn.Module):
     # A number of the names of all layers that one call of mf.quantize_ converted; 0: of none.
     conversion: int = 0
     evaluates_unscaled: bool = False  # whether an evaluation would read a history without values
+    has_loaded_codes: bool = False  # whether the weight's codes are those of a checkpoint
     # None: FSDP2 has not sharded the weight.
     weight_gather: WeightGather | ExpertWeightGather | None = None
     TRANSIENT: tuple[str, ...] = ("weight_codes", "weight_gather")  # attributes not pickled

@@ -1,0 +1,324 @@
+"""mf.load_quantized_: the weights of a quantized checkpoint as frozen codes of a model's layers.
+
+names      of the checkpoint -> parameters, all of them, before anything is written
+layers     converted, each under the recipe's x and gradients, and the codes that it has
+weights    read and written one by one: codes and scales as they are, never values
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from ..checks import require_module
+from ..nn.convert.filters import require_used
+from ..nn.convert.quantize import quantize_, restore_
+from ..nn.convert.selection import Report
+from ..nn.grouped_product import product_of
+from ..nn.names import unwrapped
+from ..nn.state.recipe_state import RecipeState, converted
+from ..recipe import FORWARD_W, Product, Recipe, RecipeMap, glob_matches
+from ..spec import Spec
+from ..tensor.directions import tensors_of
+from ..tensor.quantized import Quantized
+from ..tensor.quantized_tensor import QuantizedTensor
+from .read_checkpoint import Source, open_folder, require_method
+from .read_codes import (
+    NUMERATORS,
+    NVFP4,
+    ROW,
+    TENSOR,
+    Amax,
+    Names,
+    nvfp4_amax,
+    nvfp4_factors,
+    read_names,
+    read_part,
+)
+from .read_targets import Target, assign, copy_values, problem_of, targets_of
+
+FUNCTION = "load_quantized_"
+IN_HIGH_PRECISION = "the checkpoint has it in high precision"
+NO_GLOB = "no glob of the recipe map matches"  # of a report
+E4M3_MAX = torch.finfo(torch.float8_e4m3fn).max
+
+
+def load_quantized_(
+    model: nn.Module,
+    folder: object,
+    recipe: str | Recipe | RecipeMap = "bf16",
+    *,
+    device: torch.device | str | None = None,
+    seed: int = 0,
+) -> Report:
+    """Loads a quantized checkpoint, whose codes become the frozen weights of converted layers.
+
+    It reads compressed-tensors' and ModelOpt's NVFP4, MXFP4, MXFP8 and FP8, transformers' `fp8`
+    (DeepSeek-V3) and gpt-oss's MXFP4. A weight is never computed in high precision: a
+    QuantizedTensor has the checkpoint's codes and scales. All other tensors are loaded too.
+
+    The recipe says how x and gradients are cast. In its place for W each layer has the codes of the
+    checkpoint, which nothing rounds again: fprop reads them, dgrad their transpose where that has
+    the same codes, else their values (docs/lora.md).
+
+    Args:
+        model: a plain one, in float32 or bfloat16, whose parameters may be on meta.
+        folder: of safetensors, with config.json.
+        recipe: of x and gradients: one for all layers, or a map from module names. A layer without
+            a recipe has "bf16".
+        device: of parameters that are on meta; None: the CPU.
+        seed: of stochastic rounding, 64 bits with sign.
+
+    Returns:
+        The names of layers with codes and their recipes, and of others with reasons.
+
+    Raises:
+        TypeError: `model` is no module.
+        ValueError: the folder is no quantized checkpoint of a known kind, a tensor is missing,
+            unknown or of another shape, or of a format that codes here do not have, or a layer with
+            codes cannot be converted. The model is unchanged then.
+        OSError: a file cannot be read.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        >>> mf.load_quantized_(model, "no such folder")
+        Traceback (most recent call last):
+        ValueError: load_quantized_: expected safetensors in no such folder, got no file
+    """
+    model = unwrapped(require_module(FUNCTION, model))
+    source = open_folder(FUNCTION, folder)
+    if found := [fqn for fqn, _ in converted(model)]:
+        raise source.error(f"expected a plain model, got {found[0]} converted")
+    require_method(source)
+    names = read_names(source)
+    targets, left_out = plan(model, source, names)
+    codes = {fqn: t for fqn, t in targets.items() if t.pieces[0].source in names.weights}
+    specs, tied = choose_specs(source, names, codes)
+    recipes = recipes_of(model, source, RecipeMap(recipe), specs)
+    report = convert(model, source, recipes, codes, seed)
+    memory = torch.device(device or "cpu")
+    made: dict[int, Tensor] = {}  # of tensors on meta, by id: tied ones are made once
+    for fqn, target in targets.items():
+        if fqn in codes:
+            write_codes(source, names, target, specs[fqn], memory)
+        else:
+            write_values(source, target, memory, made)
+    notes = [
+        ("", f"{len(group)} {what}, such as {group[0]}")
+        for group, what in (
+            (names.ignored, "scales of activations are not read: x is scaled by its own values"),
+            (left_out, "tensors are not read, which the model's class leaves out"),
+            (
+                tied,
+                "layers have values halfway between two of bfloat16, which another library may"
+                " round to the other",
+            ),
+        )
+        if group
+    ]
+    return replace(report, notes=[*report.notes, *notes])
+
+
+# ---- names and specs -----------------------------------------------------------------------------
+
+
+def plan(model: nn.Module, source: Source, names: Names) -> tuple[dict[str, Target], list[str]]:
+    """Finds the tensors of each parameter, and the names that the model's class leaves out.
+
+    Raises:
+        ValueError: names or shapes are not those of the model.
+    """
+    targets, lost = targets_of(model)
+    left_out, unknown = assign(source, model, targets, [*names.weights, *names.plain])
+    given = {id(target.tensor) for target in targets.values() if target.pieces}
+    lost += [fqn for fqn, target in targets.items() if id(target.tensor) not in given]
+    problems = [f"{name} is unknown" for name in unknown] + [f"{fqn} is missing" for fqn in lost]
+    whys = (problem_of(source, names.weights, f, t) for f, t in targets.items() if t.pieces)
+    problems += [why for why in whys if why is not None]
+    if not names.weights:
+        problems.append("no quantized weight")
+    if problems:
+        raise source.error_of_list(f"expected the tensors of {type(model).__name__}", problems)
+    # Of tied tensors, those without a name in the checkpoint share the others' pieces.
+    pieces = {id(t.tensor): t.pieces for t in targets.values() if t.pieces}
+    return {f: t._replace(pieces=pieces[id(t.tensor)]) for f, t in targets.items()}, left_out
+
+
+def choose_specs(
+    source: Source, names: Names, codes: dict[str, Target]
+) -> tuple[dict[str, str], list[str]]:
+    """Chooses the spec of each quantized parameter; those of one module have one.
+
+    Returns:
+        The specs, and the modules with values that tie (Amax.ties).
+
+    Raises:
+        ValueError: the parts of a parameter have no common spec, or no codes here have its values.
+    """
+    modules: dict[str, list[str]] = {}
+    for fqn in codes:
+        modules.setdefault(fqn.rpartition(".")[0], []).append(fqn)
+    specs: dict[str, str] = {}
+    tied: list[str] = []
+    for module, fqns in modules.items():
+        pieces = [piece for fqn in fqns for piece in codes[fqn].pieces]
+        weights = [names.weights[piece.source] for piece in pieces]
+        found = {weight.spec for weight in weights}
+        if found <= {TENSOR, ROW} and (len(found) > 1 or any(p.parts > 1 for p in pieces)):
+            found = {ROW}  # of gate and up, which have a scale each
+        if found == {NVFP4}:
+            factors = {factor for weight in weights for factor in nvfp4_factors(source, weight)}
+            amaxes = {s: [nvfp4_amax(s, *f) for f in factors] for s in NUMERATORS}
+            ties = {s: sum(a.ties for a in of if a) for s, of in amaxes.items() if all(of)}
+            if not ties:
+                raise source.error(
+                    f"{module}: expected factors within the range of 2688 / amax, got "
+                    f"{sorted(factors)[:4]}"
+                )
+            found = {min(ties, key=ties.__getitem__)}
+            tied += [module] if min(ties.values()) else []
+            require_shared_factors(source, names, module, [codes[fqn] for fqn in fqns])
+        if len(found) > 1:
+            raise source.error(f"{module}: expected codes of one format, got {sorted(found)}")
+        (spec,) = found
+        rows = [w.shape[-2] for w, p in zip(weights, pieces) if p.parts > 1]
+        if any(count % max(Spec.parse(spec).block[0], 1) for count in rows):
+            raise source.error(f"{module}: expected parts of whole blocks of {spec}, got {rows[0]}")
+        specs |= dict.fromkeys(fqns, spec)
+    return specs, tied
+
+
+def require_shared_factors(
+    source: Source, names: Names, module: str, targets: list[Target]
+) -> None:
+    """Raises ValueError where gate and up of an expert have two factors: here a matrix has one."""
+    for target in targets:
+        factors: dict[int | None, object] = {}
+        for piece in target.pieces:
+            own = nvfp4_factors(source, names.weights[piece.source])
+            if factors.setdefault(piece.expert, own) != own:
+                raise source.error(
+                    f"{module}.{target.name}: expected one factor for gate and up of an expert, "
+                    f"got {factors[piece.expert]} and {own} in expert {piece.expert}"
+                )
+
+
+# ---- recipes -----------------------------------------------------------------------------------
+
+
+def recipe_on_codes(recipe: Recipe, spec: str) -> Recipe:
+    """Returns a recipe with the codes of a checkpoint as W.
+
+    Raises:
+        ValueError: x or g of the recipe cannot be multiplied with them.
+    """
+    fprop, dgrad = recipe.fprop, recipe.dgrad
+
+    def product(a: str, b: str, fast: bool) -> Product:
+        rules = {Spec.parse(a).rule, Spec.parse(b).rule}
+        return Product(a, b, fast and rules <= {"tensor", "row"})
+
+    is_read = Spec.parse(spec).transposes_exactly and not Spec.parse(dgrad.a).is_bf16
+    backward = product(dgrad.a, spec if is_read else FORWARD_W, is_read and dgrad.fast)
+    return Recipe(
+        f"fprop={product(fprop.a, spec, fprop.fast)} dgrad={backward} wgrad={recipe.wgrad}"
+    )
+
+
+def recipes_of(
+    model: nn.Module, source: Source, recipes: RecipeMap, specs: dict[str, str]
+) -> RecipeMap:
+    """Returns the recipe of each module that has codes, by name."""
+    fqns = [fqn for fqn, _ in model.named_modules()]
+    unused = [g for g, _ in recipes.entries if not any(glob_matches(g, fqn) for fqn in fqns)]
+    require_used("recipe", "globs of names of this model's modules", unused, fqns)
+    texts = {}
+    for fqn, spec in specs.items():
+        module = fqn.rpartition(".")[0]
+        given = recipes.find(module) or Recipe("bf16")
+        try:
+            texts[module] = recipe_on_codes(given, spec).text
+        except ValueError as error:
+            raise source.error(
+                f"{module}: expected a recipe of x and gradients beside the checkpoint's {spec}, "
+                f"got {given}: {error}"
+            ) from None
+    return RecipeMap("; ".join(f"{module or '*'}: {text}" for module, text in texts.items()))
+
+
+def convert(
+    model: nn.Module, source: Source, recipes: RecipeMap, codes: dict[str, Target], seed: int
+) -> Report:
+    """Converts the layers that have codes, and no others.
+
+    Raises:
+        ValueError: one of them cannot be converted. The model is unchanged then.
+    """
+    report = quantize_(model, recipes, keep="nothing", seed=seed)
+    rows = {name for name, _ in report.converted}
+    wanted = {fqn if t.tensor.dim() == 3 else fqn.rpartition(".")[0] for fqn, t in codes.items()}
+    if rows != wanted:
+        restore_(model)
+        reasons = dict(report.skipped)
+        what = [f"{row}: {reasons.get(row, 'no layer reads it')}" for row in sorted(wanted - rows)]
+        what += [f"{row}: no codes" for row in sorted(rows - wanted)]  # one of two of experts
+        raise source.error_of_list("expected layers that read the codes", what)
+    skipped = [(n, IN_HIGH_PRECISION if why == NO_GLOB else why) for n, why in report.skipped]
+    return replace(report, skipped=skipped)
+
+
+# ---- tensors -------------------------------------------------------------------------------------
+
+
+def write_codes(
+    source: Source, names: Names, target: Target, spec: str, memory: torch.device
+) -> None:
+    """Makes a parameter of codes and scales, of each piece in turn."""
+    parsed, like, shape = Spec.parse(spec), target.tensor, target.shape(is_coded=True)
+    device = memory if like.is_meta else like.device
+    codes, scale, amax = (
+        torch.empty((*shape[:-2], *size) if size != (0,) else size, dtype=dtype, device=device)
+        for dtype, size in tensors_of(parsed, *shape[-2:]).values()
+    )
+    for piece in target.pieces:
+        weight = names.weights[piece.source]
+        of_codes, of_scale = read_part(source, weight, spec)
+        piece.within(codes).copy_(of_codes)
+        piece.within(as_bytes(scale)).copy_(as_bytes(of_scale))
+        if weight.factor is not None:
+            amaxes = [nvfp4_amax(spec, *f) for f in nvfp4_factors(source, weight)]
+            part = amax if piece.expert is None else amax[piece.expert]
+            part.copy_(torch.tensor([cast(Amax, a).value for a in amaxes]).reshape(part.shape))
+    if not parsed.has_blocks:
+        amax.copy_(scale * E4M3_MAX)
+    quantized = Quantized(codes, scale, amax, spec, shape, target.is_row_major)
+    rowwise, columnwise = (None, quantized) if target.is_row_major else (quantized, None)
+    weight_of_codes = QuantizedTensor(rowwise, columnwise, like.dtype)
+    module, name = target.module, target.name
+    setattr(module, name, nn.Parameter(weight_of_codes, requires_grad=False))
+    state = module if isinstance(module, RecipeState) else product_of(module, name)
+    cast(RecipeState, state).has_loaded_codes = True
+
+
+def as_bytes(scale: Tensor) -> Tensor:
+    """Returns one-byte scales in a dtype that copies on every device, others as they are."""
+    return scale.view(torch.uint8) if scale.itemsize == 1 else scale
+
+
+def write_values(
+    source: Source, target: Target, memory: torch.device, made: dict[int, Tensor]
+) -> None:
+    """Copies the values of a parameter or a buffer. One on meta gets memory."""
+    tensor = target.tensor
+    values = made.get(id(tensor), tensor)
+    if values.is_meta:
+        values = torch.empty_like(tensor, device=memory)
+        if isinstance(tensor, nn.Parameter):
+            values = nn.Parameter(values, tensor.requires_grad)
+        made[id(tensor)] = values
+    copy_values(source, target, values)
+    if tensor.is_meta:
+        setattr(target.module, target.name, values)

@@ -1,0 +1,114 @@
+"""Checkpoint folders: safetensors in one file or in shards, and how their weights are quantized.
+
+    config.json           quantization_config.quant_method: METHODS
+    hf_quant_config.json  ModelOpt's, where config.json says nothing
+
+Files are mapped to memory: a tensor is read from the disk where its values are, and alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+INDEX = "model.safetensors.index.json"
+METHODS = ("compressed-tensors", "modelopt", "fp8", "mxfp4")
+
+
+class Source(NamedTuple):
+    """Tensors by name, for a function that loads them.
+
+    Args:
+        function: its name, for errors.
+        where: what the tensors are of, for errors.
+        tensors: those of a folder or of a state dict.
+    """
+
+    function: str
+    where: object
+    tensors: Mapping[str, Tensor]
+
+    def error(self, text: str) -> ValueError:
+        return ValueError(f"{self.function}: {text}")
+
+    def error_of_list(self, expected: str, problems: list[str], most: int = 8) -> ValueError:
+        """Returns an error with the first problems."""
+        more = f" and {len(problems) - most} more" if len(problems) > most else ""
+        return self.error(f"{expected} in {self.where}, got: {'; '.join(problems[:most])}{more}")
+
+
+class MappedTensors(Mapping[str, Tensor]):
+    """The tensors of safetensors files, by name."""
+
+    def __init__(self, paths: Iterable[Path]) -> None:
+        from safetensors import safe_open  # which minifloat alone does not need
+
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            opened = safe_open(path, framework="pt")
+            self._files |= dict.fromkeys(opened.keys(), opened)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._files[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Returns a file's content; nothing where there is no such file."""
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def open_folder(function: str, name: object) -> Source:
+    """Opens a checkpoint's files.
+
+    Raises:
+        ValueError: there is no such folder or file, or the index names other tensors than the
+            files have.
+    """
+    folder = Path(str(name))
+    source = Source(function, folder, {})
+    index = read_json(folder / INDEX).get("weight_map", {})
+    paths = sorted({folder / file for file in index.values()} or folder.glob("*.safetensors"))
+    absent = [str(path) for path in paths if not path.is_file()]
+    if absent or not paths:
+        raise source.error(f"expected safetensors in {folder}, got no {(absent or ['file'])[0]}")
+    tensors = MappedTensors(paths)
+    if index and tensors.keys() != index.keys():
+        differing = sorted(tensors.keys() ^ index.keys())
+        raise source.error(f"expected {INDEX} to name the tensors of its files, got {differing[0]}")
+    return source._replace(tensors=tensors)
+
+
+def require_method(source: Source) -> None:
+    """Raises ValueError where a folder's quantization is none that this library reads."""
+    folder = Path(str(source.where))
+    config = read_json(folder / "config.json").get("quantization_config") or {}
+    method = config.get("quant_method")
+    if not config and read_json(folder / "hf_quant_config.json"):
+        method = "modelopt"
+    if method not in METHODS:
+        raise source.error(
+            f"expected quantization_config.quant_method in {folder / 'config.json'} as one of "
+            f"{', '.join(METHODS)}, or hf_quant_config.json, got {method!r}"
+        )
+    groups = config.get("config_groups") if method == "compressed-tensors" else None
+    for name, group in (groups or {}).items():
+        weights = group.get("weights") or {}
+        if weights.get("type") != "float" or not weights.get("symmetric", True):
+            raise source.error(
+                f"expected symmetric weights of type float in config_groups.{name}, got {weights}"
+            )
+    if config.get("transform_config"):
+        raise source.error(
+            f"expected weights without transforms, got transform_config "
+            f"{config['transform_config']}"
+        )

@@ -1,0 +1,195 @@
+"""Which parameter of a model a checkpoint's tensor is, or which part of one.
+
+    q_proj.weight                       the parameter of that name
+    experts.3.gate_proj.weight          matrix 3, upper half of the rows, of experts.gate_up_proj
+
+transformers' models say how names of checkpoints become theirs. Of its operations those are known
+that merge the matrices of experts, and join gate and up.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..moe.convert.projections import NAMES, is_row_major
+from ..nn.state.recipe_state import WEIGHT_DTYPES
+from .read_checkpoint import Source
+from .read_codes import Stored
+
+EXPERT = re.compile(r"\.(\d+)\.")
+PEFT_PREFIX, PEFT_PART = "base_model.model.", "base_layer"
+MERGES = [("MergeModulelist", 0), ("Concatenate", 1)]  # transformers' operations, and their dims
+
+
+class Piece(NamedTuple):
+    """A tensor of a checkpoint within a parameter.
+
+    Args:
+        source: its name in the checkpoint; of a quantized weight, the parameter's part of it.
+        expert: the matrix that it is of the parameter; None: the parameter itself.
+        part: its number among the tensors that are joined along the rows.
+        parts: how many those are.
+    """
+
+    source: str
+    expert: int | None = None
+    part: int = 0
+    parts: int = 1
+
+    def within(self, tensor: Tensor) -> Tensor:
+        """Returns the view of a parameter's tensor, or of its scales, that the piece is."""
+        part = tensor if self.expert is None else tensor[self.expert]
+        return part.chunk(self.parts)[self.part] if self.parts > 1 else part
+
+
+class Target(NamedTuple):
+    """A parameter or a buffer, and what a checkpoint has of it.
+
+    Args:
+        module: its owner.
+        name: in the owner.
+        tensor: it.
+        is_row_major: whether it is (E, K, N), the transpose of the codes of experts.
+        pieces: of the checkpoint.
+    """
+
+    module: nn.Module
+    name: str
+    tensor: Tensor
+    is_row_major: bool
+    pieces: list[Piece]
+
+    def shape(self, is_coded: bool) -> tuple[int, ...]:
+        """Returns the shape as the checkpoint has it, of all pieces together."""
+        is_transposed = is_coded and self.is_row_major
+        return tuple((self.tensor.mT if is_transposed else self.tensor).shape)
+
+
+def targets_of(model: nn.Module) -> tuple[dict[str, Target], list[str]]:
+    """Finds what a checkpoint has of a model: parameters and persistent buffers, by name.
+
+    Names are without what PEFT puts before and into them.
+
+    Returns:
+        These, and the names of other buffers that are on meta.
+    """
+    found, lost = {}, []
+    for raw, module in model.named_modules(remove_duplicate=False):
+        path = [part for part in f"{raw}.".removeprefix(PEFT_PREFIX).split(".") if part]
+        experts = [module._parameters.get(name) for name in NAMES]
+        has_both = all(weight is not None and weight.dim() == 3 for weight in experts)
+        row_major = has_both and bool(is_row_major(module))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            fqn = ".".join([*(part for part in path if part != PEFT_PART), name])
+            if tensor is None:
+                continue
+            if name not in module._non_persistent_buffers_set:
+                of_experts = row_major and name in NAMES
+                found[fqn] = Target(module, name, tensor, of_experts, [])
+            elif tensor.is_meta:
+                lost.append(fqn)
+    return found, lost
+
+
+def transformers_model(model: nn.Module) -> Any:
+    """Returns the model of transformers that this is, or that PEFT wraps; None: neither."""
+    if "transformers" not in sys.modules:
+        return None
+    cls = sys.modules["transformers"].PreTrainedModel
+    inner = getattr(getattr(model, "base_model", None), "model", None)
+    return next((m for m in (model, inner) if isinstance(m, cls)), None)
+
+
+def finder_of_pieces(source: Source, model: nn.Module) -> Callable[[str], tuple[str, Piece]]:
+    """Returns a function from a checkpoint's name to a parameter's, and the part that it is."""
+    hf = transformers_model(model)
+    if hf is None:
+        return lambda name: (name, Piece(name))
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    transforms: list[Any] = get_model_conversion_mapping(hf)
+
+    def find(name: str) -> tuple[str, Piece]:
+        renamed = name
+        for renaming in (t for t in transforms if not hasattr(t, "operations")):
+            renamed = renaming.rename_source_key(renamed)[0]
+        for converter in (t for t in transforms if hasattr(t, "operations")):
+            target, pattern = converter.rename_source_key(renamed)
+            if pattern is None:
+                continue
+            operations = [
+                (type(op).__name__, getattr(op, "dim", None)) for op in converter.operations
+            ]
+            index = EXPERT.search(renamed, renamed.find(".experts."))
+            if not operations or operations != MERGES[: len(operations)] or index is None:
+                raise source.error(
+                    f"{name}: expected a tensor that is a parameter, or a matrix of experts, got "
+                    f"transformers' operations {operations}"
+                )
+            patterns = list(converter.source_patterns)
+            return target, Piece(name, int(index[1]), patterns.index(pattern), len(patterns))
+        return renamed, Piece(name)
+
+    return find
+
+
+def assign(
+    source: Source, model: nn.Module, targets: dict[str, Target], names: Iterable[str]
+) -> tuple[list[str], list[str]]:
+    """Gives each named tensor to the parameter that it is of.
+
+    Returns:
+        The names that the model's class leaves out, and those that are unknown.
+    """
+    find = finder_of_pieces(source, model)
+    patterns = getattr(transformers_model(model), "_keys_to_ignore_on_load_unexpected", None) or ()
+    left_out, unknown = [], []
+    for name in names:
+        fqn, piece = find(name)
+        if fqn in targets:
+            targets[fqn].pieces.append(piece)
+        elif any(re.search(pattern, n) for pattern in patterns for n in (name, fqn)):
+            left_out.append(name)
+        else:
+            unknown.append(name)
+    return left_out, unknown
+
+
+def problem_of(source: Source, weights: dict[str, Stored], fqn: str, target: Target) -> str | None:
+    """Returns why a parameter cannot have its pieces; None where it can.
+
+    weights: the quantized ones of the checkpoint.
+    """
+    pieces, tensor = target.pieces, target.tensor
+    is_coded = pieces[0].source in weights
+    shape, first = target.shape(is_coded), pieces[0]
+    count = 1 if first.expert is None else shape[0] * first.parts
+    if len({piece[1:] for piece in pieces}) != len(pieces) or len(pieces) != count:
+        return f"{fqn} has {len(pieces)} of {count} tensors"
+    wanted = shape if first.expert is None else (shape[1] // first.parts, *shape[2:])
+    for name, *_ in pieces:
+        stored = weights.get(name) or source.tensors[name]
+        if tuple(stored.shape) != wanted or isinstance(stored, Stored) != is_coded:
+            return f"{name} is {tuple(stored.shape)}, not {wanted}"
+        if isinstance(stored, Tensor) and stored.dtype != tensor.dtype:
+            is_float = stored.is_floating_point() and tensor.is_floating_point()
+            if not is_float or stored.itemsize == 1:
+                return f"{name} is {stored.dtype} without scales, not {tensor.dtype}"
+    is_linear = target.name == "weight" and type(target.module) is nn.Linear
+    if is_coded and not ((is_linear or tensor.dim() == 3) and tensor.dtype in WEIGHT_DTYPES):
+        what = f"{type(target.module).__name__} in {tensor.dtype}"
+        return f"{fqn} has codes, for a linear layer or experts in bfloat16, not a {what}"
+    return None
+
+
+@torch.no_grad()
+def copy_values(source: Source, target: Target, tensor: Tensor) -> None:
+    """Copies a parameter's values from the tensors that it has in the checkpoint."""
+    for piece in target.pieces:
+        piece.within(tensor).copy_(source.tensors[piece.source])
