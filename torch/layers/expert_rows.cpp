@@ -8,6 +8,7 @@
 #include "layers/layer_operands.h"
 #include "ops/checks.h"
 #include "ops/direct.h"
+#include "ops/experts.h"
 
 namespace minifloat {
 namespace torch_ops {
