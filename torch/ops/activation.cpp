@@ -27,17 +27,14 @@ using torch_ops::no_values;
 using torch_ops::uninitialized_like;
 using MaybeTensor = std::optional<Tensor>;
 
-// Returns h on the Meta device, or computes it.
-template <bool kIsMeta>
 Tensor values_of(const ActivationArguments& a) {
   torch_ops::check_activation(a, nullptr, false);
   const Tensor h = a.weights ? torch_ops::empty(a.gate, {a.rows(), a.width()}, a.gate.scalar_type())
                              : uninitialized_like(a.gate);
-  if constexpr (!kIsMeta) {
-    const ActivationInputs in = torch_ops::inputs_of(a);
-    bridge::with_value_errors(
-        [&] { swiglu(in.of, h.mutable_data_ptr(), bridge::ExecutionOn(a.gate)); });
-  }
+  if (h.is_meta()) return h;
+  const ActivationInputs in = torch_ops::inputs_of(a);
+  bridge::with_value_errors(
+      [&] { swiglu(in.of, h.mutable_data_ptr(), bridge::ExecutionOn(a.gate)); });
   return h;
 }
 
@@ -78,56 +75,49 @@ void compute_gradients(const ActivationArguments& a, const Tensor& dh,
   bridge::with_value_errors([&] { swiglu_backward(in.of, to, bridge::ExecutionOn(a.gate)); });
 }
 
-template <bool kIsMeta>
 ActivationGradients gradients_of(const Tensor& dh, const ActivationArguments& a, bool amaxes) {
   torch_ops::check_activation(a, &dh, false);
   ActivationGradients out = empty_gradients(a, amaxes);
-  if constexpr (!kIsMeta) compute_gradients(a, dh, out);
+  if (!out.gate.is_meta()) compute_gradients(a, dh, out);
   return out;
 }
 
 // ---- The ops ------------------------------------------------------------------------------------
-template <bool kIsMeta>
-Tensor activation_as(const Tensor& gate, const MaybeTensor& up, const std::string& activation) {
-  return values_of<kIsMeta>({.op = "activation", .gate = gate, .up = up, .activation = activation});
+Tensor activation_kernel(const Tensor& gate, const MaybeTensor& up, const std::string& activation) {
+  return values_of({.op = "activation", .gate = gate, .up = up, .activation = activation});
 }
 
-template <bool kIsMeta>
-std::tuple<Tensor, Tensor> activation_backward_as(const Tensor& dh, const Tensor& gate,
-                                                  const MaybeTensor& up,
-                                                  const std::string& activation) {
-  ActivationGradients d = gradients_of<kIsMeta>(
+std::tuple<Tensor, Tensor> activation_backward_kernel(const Tensor& dh, const Tensor& gate,
+                                                      const MaybeTensor& up,
+                                                      const std::string& activation) {
+  ActivationGradients d = gradients_of(
       dh, {.op = "activation_backward", .gate = gate, .up = up, .activation = activation}, false);
   return {std::move(d.gate), std::move(d.up)};
 }
 
-template <bool kIsMeta>
-Tensor swiglu_as(const Tensor& product, const MaybeTensor& other, const Tensor& weights,
-                 std::optional<double> limit, double alpha, bool interleaved,
-                 const MaybeTensor& pairs, const MaybeTensor& groups) {
-  return values_of<kIsMeta>(
-      {"swiglu", product, other, &weights, limit, alpha, interleaved, pairs, groups});
+Tensor swiglu_kernel(const Tensor& product, const MaybeTensor& other, const Tensor& weights,
+                     std::optional<double> limit, double alpha, bool interleaved,
+                     const MaybeTensor& pairs, const MaybeTensor& groups) {
+  return values_of({"swiglu", product, other, &weights, limit, alpha, interleaved, pairs, groups});
 }
 
-template <bool kIsMeta>
-std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> swiglu_backward_as(
+std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> swiglu_backward_kernel(
     const Tensor& dh, const Tensor& product, const MaybeTensor& other, const Tensor& weights,
     std::optional<double> limit, double alpha, bool interleaved, const MaybeTensor& pairs,
     const MaybeTensor& groups, bool amaxes) {
-  ActivationGradients d = gradients_of<kIsMeta>(
+  ActivationGradients d = gradients_of(
       dh, {"swiglu_backward", product, other, &weights, limit, alpha, interleaved, pairs, groups},
       amaxes);
   return {std::move(d.gate), std::move(d.up), std::move(d.weights), std::move(d.amaxes)};
 }
 
 // A backward pass through these ops alone raises, except through swiglu.
-const torch_ops::Op activation_op("activation", activation_as<false>, activation_as<true>,
-                                  torch_ops::refused());
-const torch_ops::Op activation_backward_op("activation_backward", activation_backward_as<false>,
-                                           activation_backward_as<true>, torch_ops::refused());
-const torch_ops::Op swiglu_op("swiglu", swiglu_as<false>, swiglu_as<true>);
-const torch_ops::Op swiglu_backward_op("swiglu_backward", swiglu_backward_as<false>,
-                                       swiglu_backward_as<true>, torch_ops::refused());
+const torch_ops::Op activation_op("activation", activation_kernel, torch_ops::refused());
+const torch_ops::Op activation_backward_op("activation_backward", activation_backward_kernel,
+                                           torch_ops::refused());
+const torch_ops::Op swiglu_op("swiglu", swiglu_kernel);
+const torch_ops::Op swiglu_backward_op("swiglu_backward", swiglu_backward_kernel,
+                                       torch_ops::refused());
 
 }  // namespace
 

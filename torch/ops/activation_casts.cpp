@@ -34,6 +34,8 @@ using MaybeTensor = std::optional<Tensor>;
 Directions cast_h(const ActivationArguments& a, const std::string& row, const std::string& col,
                   const QuantizeOptions& options, bool shares_memory) {
   check_activation(a, nullptr, true);
+  if (a.gate.is_meta())
+    return torch_ops::direct_quantize(a.like_h(), row, col, options, nullptr, shares_memory);
   const ActivationInputs in = inputs_of(a);
   const CastOfComputed cast = [&](const Operand* to_row, const Operand* to_col,
                                   const GroupTable& groups, const Execution& execution) {
@@ -45,53 +47,42 @@ Directions cast_h(const ActivationArguments& a, const std::string& row, const st
   return torch_ops::direct_quantize(like_h, row, col, options, &cast, shares_memory);
 }
 
-// A cast of h as an op: with real tensors, or on the Meta device.
-template <bool kIsMeta>
-EightTensors quantize_as(const ActivationArguments& a, const std::string& row,
-                         const std::string& col, const QuantizeOptions& options) {
-  if constexpr (!kIsMeta) return torch_ops::eight_tensors(cast_h(a, row, col, options, false));
-  check_activation(a, nullptr, true);
-  return torch_ops::eight_tensors(torch_ops::quantize(a.like_h(), row, col, options));
-}
-
-template <bool kIsMeta>
-EightTensors quantize_activation_as(const Tensor& gate, const MaybeTensor& up,
-                                    const std::string& activation, const std::string& row,
-                                    const std::string& col, const MaybeTensor& amax_row,
-                                    const MaybeTensor& amax_col, const MaybeTensor& rng,
-                                    std::int64_t stream_row, std::int64_t stream_col,
-                                    c10::SymIntArrayRef origin, bool decoded_row, bool decoded_col,
-                                    bool fp8_row, bool fp8_col) {
+EightTensors quantize_activation_kernel(const Tensor& gate, const MaybeTensor& up,
+                                        const std::string& activation, const std::string& row,
+                                        const std::string& col, const MaybeTensor& amax_row,
+                                        const MaybeTensor& amax_col, const MaybeTensor& rng,
+                                        std::int64_t stream_row, std::int64_t stream_col,
+                                        c10::SymIntArrayRef origin, bool decoded_row,
+                                        bool decoded_col, bool fp8_row, bool fp8_col) {
   constexpr const char* kOp = "quantize_activation";
   QuantizeOptions options = torch_ops::options_of(kOp, amax_row, amax_col, rng, stream_row,
                                                   stream_col, origin, decoded_row, decoded_col);
   options.fp8_row = fp8_row, options.fp8_col = fp8_col;
-  return quantize_as<kIsMeta>({.op = kOp, .gate = gate, .up = up, .activation = activation}, row,
-                              col, options);
+  const ActivationArguments a = {.op = kOp, .gate = gate, .up = up, .activation = activation};
+  return torch_ops::eight_tensors(cast_h(a, row, col, options, false));
 }
 
-template <bool kIsMeta>
-EightTensors quantize_swiglu_as(
+EightTensors quantize_swiglu_kernel(
     const Tensor& product, const MaybeTensor& other, const Tensor& weights, const std::string& row,
     const std::string& col, std::optional<double> limit, double alpha, bool interleaved,
     const MaybeTensor& pairs, const MaybeTensor& groups, std::int64_t unit,
     const MaybeTensor& amax_row, const MaybeTensor& amax_col, const MaybeTensor& rng,
     std::int64_t stream_row, std::int64_t stream_col, const MaybeTensor& row_ids,
     std::int64_t first_expert, bool decoded_row, bool decoded_col, bool amaxes_of_columns) {
-  return quantize_as<kIsMeta>(
-      {"quantize_swiglu", product, other, &weights, limit, alpha, interleaved, pairs, groups}, row,
-      col,
-      {.amax_row = amax_row,
-       .amax_col = amax_col,
-       .rng = rng,
-       .stream_row = stream_row,
-       .stream_col = stream_col,
-       .decoded_row = decoded_row,
-       .decoded_col = decoded_col,
-       .amaxes_of_columns = amaxes_of_columns,
-       .groups = {groups, unit},
-       .row_ids = row_ids,
-       .first_expert = first_expert});
+  const ActivationArguments a = {"quantize_swiglu", product, other, &weights, limit, alpha,
+                                 interleaved,       pairs,   groups};
+  const QuantizeOptions options = {.amax_row = amax_row,
+                                   .amax_col = amax_col,
+                                   .rng = rng,
+                                   .stream_row = stream_row,
+                                   .stream_col = stream_col,
+                                   .decoded_row = decoded_row,
+                                   .decoded_col = decoded_col,
+                                   .amaxes_of_columns = amaxes_of_columns,
+                                   .groups = {groups, unit},
+                                   .row_ids = row_ids,
+                                   .first_expert = first_expert};
+  return torch_ops::eight_tensors(cast_h(a, row, col, options, false));
 }
 
 // ---- Gradients ----------------------------------------------------------------------------------
@@ -174,8 +165,7 @@ QuantizedGradients meta_gradients(const Tensor& dh, const ActivationArguments& a
 // What a cast writes, which the op takes once for both gradients.
 auto forms_of(auto& o) { return std::tie(o.decoded_row, o.decoded_col, o.fp8_row, o.fp8_col); }
 
-template <bool kIsMeta>
-std::vector<Tensor> quantize_activation_backward_as(
+std::vector<Tensor> quantize_activation_backward_kernel(
     const Tensor& dh, const Tensor& gate, const MaybeTensor& up, const std::string& activation,
     const std::string& row, const std::string& col, const std::string& h_col,
     const MaybeTensor& gate_amax_row, const MaybeTensor& gate_amax_col,
@@ -206,7 +196,7 @@ std::vector<Tensor> quantize_activation_backward_as(
   const ActivationArguments a = {.op = kBackward, .gate = gate, .up = up, .activation = activation};
   const GradientCasts casts = {row, col, h_col, of_gate, of_up, of_h};
   const QuantizedGradients out =
-      kIsMeta ? meta_gradients(dh, a, casts) : cast_gradients(dh, a, casts, false);
+      dh.is_meta() ? meta_gradients(dh, a, casts) : cast_gradients(dh, a, casts, false);
   std::vector<Tensor> list;
   const auto append = [&](const QuantizedOperand& o) {
     list.insert(list.end(), {o.codes, o.scale, o.amax, o.decoded});
@@ -217,14 +207,11 @@ std::vector<Tensor> quantize_activation_backward_as(
   return list;
 }
 
-const torch_ops::Op quantize_activation_op("quantize_activation", quantize_activation_as<false>,
-                                           quantize_activation_as<true>,
+const torch_ops::Op quantize_activation_op("quantize_activation", quantize_activation_kernel,
                                            torch_ops::without_derivative());
-const torch_ops::Op quantize_swiglu_op("quantize_swiglu", quantize_swiglu_as<false>,
-                                       quantize_swiglu_as<true>, torch_ops::without_derivative());
-const torch_ops::Op quantize_activation_backward_op(kBackward,
-                                                    quantize_activation_backward_as<false>,
-                                                    quantize_activation_backward_as<true>,
+const torch_ops::Op quantize_swiglu_op("quantize_swiglu", quantize_swiglu_kernel,
+                                       torch_ops::without_derivative());
+const torch_ops::Op quantize_activation_backward_op(kBackward, quantize_activation_backward_kernel,
                                                     torch_ops::without_derivative());
 
 QuantizedOperand four_at(const std::vector<Tensor>& list, std::size_t at) {

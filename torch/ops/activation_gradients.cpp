@@ -73,11 +73,10 @@ GradientValues compute(const Tensor& dh, const ActivationArguments& a, const std
 
 using SixTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-template <bool kIsMeta>
-SixTensors activation_gradients_as(const Tensor& dh, const Tensor& gate, const MaybeTensor& up,
-                                   const std::string& activation, const std::string& h_col,
-                                   const MaybeTensor& h_amax, const MaybeTensor& h_rng,
-                                   std::int64_t h_stream, bool decoded_h) {
+SixTensors activation_gradients_kernel(const Tensor& dh, const Tensor& gate, const MaybeTensor& up,
+                                       const std::string& activation, const std::string& h_col,
+                                       const MaybeTensor& h_amax, const MaybeTensor& h_rng,
+                                       std::int64_t h_stream, bool decoded_h) {
   const ActivationArguments a = {
       .op = kActivationGradients, .gate = gate, .up = up, .activation = activation};
   const QuantizeOptions h = {.amax_row = {},
@@ -86,7 +85,7 @@ SixTensors activation_gradients_as(const Tensor& dh, const Tensor& gate, const M
                              .stream_col = h_stream,
                              .decoded_col = decoded_h};
   GradientValues out;
-  if constexpr (kIsMeta) {
+  if (dh.is_meta()) {
     check(dh, a, h_col, h);
     out = allocate(a);
     if (!h_col.empty()) out.h = torch_ops::quantize(gate, "", h_col, h).second;
@@ -103,8 +102,7 @@ SixTensors activation_gradients_as(const Tensor& dh, const Tensor& gate, const M
           given(out.h.decoded)};
 }
 
-const torch_ops::Op activation_gradients_op(kActivationGradients, activation_gradients_as<false>,
-                                            activation_gradients_as<true>,
+const torch_ops::Op activation_gradients_op(kActivationGradients, activation_gradients_kernel,
                                             torch_ops::without_derivative());
 
 }  // namespace
