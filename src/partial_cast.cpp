@@ -105,9 +105,8 @@ AmaxGrid amax_grid(const Spec& spec, bool columnwise, std::int64_t rows, std::in
   AmaxGrid grid;
   check_spec("amax_grid", spec);
   check_sizes("amax_grid", 1, rows, cols);
-  MINIFLOAT_CHECK(spec.rule != ScaleRule::kNvfp4Row,
-                  "amax_grid: expected a format of weights, got ", spec.str(),
-                  ", a format of tokens and gradients");
+  MINIFLOAT_CHECK(!spec.has_outer_row_amax(), "amax_grid: expected a format of weights, got ",
+                  spec.str(), ", a format of tokens and gradients");
   if (rows == 0 || cols == 0) return grid;
   grid.height = spec.has_blocks() ? spec.block_rows : spec.has_row_amax() ? 1 : rows;
   grid.width = spec.has_blocks() ? spec.block_cols : cols;

@@ -94,8 +94,7 @@ void decode_for_product(const Quantized& operand, std::uint16_t* out, const Exec
   Memory memory("decode_for_product");
   check_quantized("decode_for_product", operand, memory);
   MINIFLOAT_CHECK(!operand.spec.has_fp32_values(),
-                  "decode_for_product: expected values that bf16 "
-                  "holds, got those of ",
+                  "decode_for_product: expected values that bf16 holds, got those of ",
                   operand.spec.str(), ", which are fp32");
   if (!has_elements(operand)) return;
   memory.writes("values", out, value_count(operand) * 2, 2);

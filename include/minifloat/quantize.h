@@ -106,9 +106,7 @@ struct Quantized {
   // Returns the number of its rows, those of each group along the contraction dimension.
   std::int64_t all_rows() const { return (groups.unit > 0 ? parts() : batch) * rows; }
   // Returns the number of its tensor scales: one a part, or one a row beside the scales of blocks.
-  std::int64_t factors() const {
-    return spec.has_row_amax() && spec.has_blocks() ? all_rows() : parts();
-  }
+  std::int64_t factors() const { return spec.has_outer_row_amax() ? all_rows() : parts(); }
 };
 
 // Writes the operand's values: fl32(code * scale), and for NVFP4 fl32(fl32(code * scale) * fl32(1 /

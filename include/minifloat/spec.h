@@ -99,6 +99,7 @@ struct Spec {
   // Returns whether the fp32 scales of the tensor or of rows are computed from their amaxes, beside
   // which the scales of blocks are stored.
   bool has_outer_amax() const { return has_blocks() && outer_scale(rule) != OuterScale::kNone; }
+  bool has_outer_row_amax() const { return has_blocks() && has_row_amax(); }
   // Returns whether an exact product reads fp32 values; else it reads bf16 ones.
   bool has_fp32_values() const { return minifloat::has_fp32_values(rule, scale_rounding); }
   ScaleType scale_type() const;

@@ -109,8 +109,7 @@ struct DecodeRow {
       return for_product(codes + first, args.scale + first, args.bf16 + first, count);
     const Quantized& q = *args.operand;
     const std::int64_t row = (q.groups.unit > 0 ? segment.part * q.rows : 0) + args.row;
-    const float factor =
-        args.factors[q.spec.has_row_amax() && q.spec.has_blocks() ? row : segment.part];
+    const float factor = args.factors[q.spec.has_outer_row_amax() ? row : segment.part];
     if (args.bf16)
       return to_bf16(codes + first, args.scale + first, factor, args.bf16 + first, count);
     to_fp32(codes + first, args.scale + first, factor, args.fp32 + first, count);

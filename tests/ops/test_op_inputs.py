@@ -214,6 +214,22 @@ def test_tensors_of_two_devices_are_refused():
         ops.quantize(torch.ones(2, 32), "mxfp8", "", rng=rng)
 
 
+def test_an_empty_meta_tensor_among_real_ones_is_refused():
+    """Refuses an absent amax on Meta, with which ops returned memory that nothing wrote."""
+    q, on_meta = mf.tensor.quantize(torch.randn(8, 32), "e4m3/row"), torch.empty(0, device="meta")
+    absent, operand = (q.codes, q.scale, on_meta), (q.codes, q.scale, torch.empty(0))
+    product = "e4m3/row*e4m3/row"
+    with refused("amax as a dense tensor on the CPU or CUDA, got Strided on meta"):
+        ops.dequantize(*absent, q.spec, 32)
+    with refused("amax of a as a dense tensor on the CPU or CUDA, got Strided on meta"):
+        ops.scaled_mm(*absent, *operand, product, k=32)
+    with refused("amax of b as a dense tensor on the CPU or CUDA, got Strided on meta"):
+        ops.add_scaled_mm(torch.zeros(8, 8), *operand, *absent, product, k=32)
+    mxfp4 = mf.tensor.quantize(torch.randn(8, 32), "mxfp4")
+    with refused("amax as a dense tensor on the CPU or CUDA, got Strided on meta"):
+        ops.fp4_as_fp8(mxfp4.codes, mxfp4.scale, on_meta, "mxfp4", 32)
+
+
 # ---- fragments -----------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@
 #include "layers/grouped_mlp.h"
 #include "layers/layer_operands.h"
 #include "ops/direct.h"
+#include "ops/experts.h"
 
 namespace minifloat::torch_ops {
 namespace {
@@ -37,13 +38,13 @@ Rows quantize_hidden(const Experts& experts, const RowOrder& order, const GateAn
   const bool rowwise = !columnwise;
   const ExpertProduct& output = experts.products.back();
   const PreparedRecipe& recipe = *output.recipe;
-  const SwiGluArguments of = gates.of(experts.form);
+  const ActivationArguments of = gates.of(experts.form);
   const auto reads_values = [&](Place place) {
     return recipe.specs[place].is_bf16() || recipe.specs[place].has_blocks_2d();  // also fprop.x
   };
   // The product refuses 2D blocks.
   if ((rowwise && reads_values(kFpropX)) || (columnwise && reads_values(kWgradX)))
-    return {swiglu(of), {}};
+    return {activation(of), {}};
   ModuleState state;
   if (!output.rng.empty()) state.rng = output.rng[0];
   if (!output.history.empty()) state.history = output.history[0];
@@ -52,7 +53,7 @@ Rows quantize_hidden(const Experts& experts, const RowOrder& order, const GateAn
   state.first_expert = output.first_expert;
   state.casts_other_later = keeps_amax;
   if (amax.defined()) state.amax = amax;
-  return {shape_alone(of.product, of.rows(), of.width()),
+  return {shape_alone(of.gate, of.rows(), of.width()),
           operands_of_swiglu(of, recipe, rowwise, columnwise, std::move(state))};
 }
 
@@ -119,7 +120,7 @@ void backward_inputs(const Experts& experts, const ExpertTensors& t, const Exper
   for (std::size_t i = 0; i < inputs; ++i)
     finds_amaxes &= needs.matrices[i] && takes_gradient_amaxes(*experts.products[i].recipe);
   auto [d_product, d_other, d_weights, amaxes] =
-      swiglu_backward(dh, gates.of(experts.form), finds_amaxes);
+      activation_backward(dh, gates.of(experts.form), finds_amaxes);
   dh.reset();
   out.weights = to_dtype(d_weights, t.weights.scalar_type());
 

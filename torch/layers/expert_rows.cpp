@@ -8,6 +8,7 @@
 #include "layers/layer_operands.h"
 #include "ops/checks.h"
 #include "ops/direct.h"
+#include "ops/experts.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -99,7 +100,7 @@ QuantizedOperand sort_codes(const Spec& spec, at::TensorList arrived, const RowO
                     arrived.size(), " tensors");
   QuantizedOperand rows = {order.take(arrived[0]), arrived[1], arrived[2], Tensor()};
   if (spec.has_blocks() || spec.has_row_amax()) rows.scale = order.take(rows.scale);
-  if (spec.has_row_amax() && spec.has_blocks())
+  if (spec.has_outer_row_amax())
     rows.amax = order.take(rows.amax).reshape(-1);
   else if (spec.has_row_amax())
     rows.scale = rows.scale.reshape(-1);

@@ -173,7 +173,7 @@ Tensor compose(const Experts& experts, const ExpertTensors& t, const MaybeTensor
   variable_list products;
   for (std::size_t i = 0; i < experts.inputs(); ++i) products.push_back(multiply(rows, i));
   const GateAndUp gates(products, t.weights, t.order, table);
-  const Tensor y = multiply(swiglu(gates.of(experts.form)), experts.inputs());
+  const Tensor y = multiply(activation(gates.of(experts.form)), experts.inputs());
   return experts.sums ? add_slots(y, t.order.places, base, t.order.pairs) : y;
 }
 

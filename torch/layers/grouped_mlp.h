@@ -9,8 +9,8 @@
 
 #include "layers/expert_rows.h"
 #include "layers/grouped_call.h"
+#include "ops/activation.h"
 #include "ops/direct.h"
-#include "ops/experts.h"
 
 namespace minifloat::torch_ops {
 
@@ -104,8 +104,8 @@ class GateAndUp {
         pairs_(order.pairs),
         groups_(table) {}
   // Returns arguments that refer to this object.
-  SwiGluArguments of(const SwiGluForm& form) const {
-    return {"swiglu",   product_,         other_, weights_, form.limit,
+  ActivationArguments of(const SwiGluForm& form) const {
+    return {"swiglu",   product_,         other_, &weights_, form.limit,
             form.alpha, form.interleaved, pairs_, groups_};
   }
 

@@ -10,7 +10,6 @@
 #include "layers/expert_weights.h"
 #include "layers/operands.h"
 #include "ops/bridge.h"
-#include "ops/experts.h"
 
 namespace minifloat {
 namespace {
@@ -128,8 +127,8 @@ std::vector<Tensor> swiglu_operands_kernel(
   bridge::check_value_dtype(kOp, "product", product);
   TORCH_CHECK_VALUE(product.dim() == 2, kOp, ": expected product of 2 dimensions, got ",
                     product.dim());
-  const SwiGluArguments of = {kOp,   product,     other, weights, limit,
-                              alpha, interleaved, pairs, groups};
+  const ActivationArguments of = {kOp,   product,     other, &weights, limit,
+                                  alpha, interleaved, pairs, groups};
   check_swiglu(of);  // also where no direction is cast
   if (groups) bridge::check_memory_if_real(kOp, "groups", *groups);
   if (row_ids) bridge::check_memory_if_real(kOp, "row_ids", *row_ids);
@@ -189,11 +188,11 @@ std::vector<Tensor> operands_of_values(const char* op, const PreparedRecipe& rec
   return list_of_both(recipe, out, row, col, like);
 }
 
-std::vector<Tensor> operands_of_swiglu(const SwiGluArguments& of, const PreparedRecipe& recipe,
+std::vector<Tensor> operands_of_swiglu(const ActivationArguments& of, const PreparedRecipe& recipe,
                                        bool rowwise, bool columnwise, ModuleState state) {
   if (of.groups) state.groups = {of.groups, wgrad_unit(recipe)};
   state.cast = [&](const std::string& r, const std::string& c, const QuantizeOptions& options) {
-    return quantize_swiglu(of, r, c, options);
+    return quantize_activation(of, r, c, options);
   };
   return operands_of_values(of.op, recipe, of.like_h(), rowwise, columnwise, state);
 }

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "layers/operands.h"
-#include "ops/experts.h"
+#include "ops/activation.h"
 
 namespace minifloat::torch_ops {
 
@@ -24,7 +24,7 @@ std::vector<Tensor> operands_of_values(const char* op, const PreparedRecipe& rec
                                        const ModuleState& state);
 
 // Returns those of swiglu's result. state: of the product that reads it; its groups are of's
-std::vector<Tensor> operands_of_swiglu(const SwiGluArguments& of, const PreparedRecipe& recipe,
+std::vector<Tensor> operands_of_swiglu(const ActivationArguments& of, const PreparedRecipe& recipe,
                                        bool rowwise, bool columnwise, ModuleState state);
 
 }  // namespace minifloat::torch_ops

@@ -26,7 +26,9 @@ struct Gates {
   Tensor gate;
   std::optional<Tensor> up;
 
-  ActivationArguments of(const std::string& activation) const { return {gate, up, activation}; }
+  ActivationArguments of(const std::string& activation) const {
+    return {.op = "activation", .gate = gate, .up = up, .activation = activation};
+  }
 };
 
 // Quantizes h, and writes its values only for an operand under bf16.

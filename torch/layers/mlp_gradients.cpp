@@ -183,8 +183,8 @@ class Backward {
                          r_.output.state_of_rows(0))
                   .second;
     if (!dh.defined()) return out;
-    const auto [d_gate, d_up] = activation_backward(dh, gates_.of(r_.activation));
-    const std::array<Tensor, 2> d = {d_gate, d_up};
+    const ActivationGradients found = activation_backward(dh, gates_.of(r_.activation));
+    const std::array<Tensor, 2> d = {found.gate, found.up};
     for (std::size_t i = 0; i < r_.inputs.product_dtypes.size(); ++i)
       out.gates.push_back({d[i], quantize_both(prepared_, d[i], gate_row(), gate_col(),
                                                r_.inputs.state_of_rows(i))});

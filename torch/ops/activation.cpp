@@ -1,6 +1,7 @@
-// The ops activation, activation_backward, quantize_activation and quantize_activation_backward: an
-// activation between dense layers, alone or with the casts of its results. The kernels are those of
-// SwiGLU (minifloat/experts.h), of which these activations are forms.
+// The ops activation and activation_backward, between dense layers, and swiglu and swiglu_backward,
+// between the products of experts: one computation, of which each op takes the arguments that it
+// has. activation_casts.cpp and activation_gradients.cpp have the casts; experts_autograd.cpp
+// differentiates swiglu.
 #include "ops/activation.h"
 
 #include <ATen/ATen.h>
@@ -11,8 +12,6 @@
 #include "minifloat/experts.h"
 #include "ops/activation_inputs.h"
 #include "ops/bridge.h"
-#include "ops/direct.h"
-#include "ops/kernels.h"
 #include "ops/op.h"
 #include "ops/outputs.h"
 
@@ -22,278 +21,124 @@ namespace {
 using at::Tensor;
 using c10::SymInt;
 using torch_ops::ActivationArguments;
+using torch_ops::ActivationGradients;
 using torch_ops::ActivationInputs;
-using torch_ops::CastOfComputed;
-using torch_ops::check_activation;
-using torch_ops::Directions;
-using torch_ops::EightTensors;
-using torch_ops::empty_like_gate;
-using torch_ops::GradientCasts;
-using torch_ops::inputs_of;
-using torch_ops::QuantizedGradients;
-using torch_ops::QuantizedOperand;
-using torch_ops::QuantizeOptions;
+using torch_ops::no_values;
+using torch_ops::uninitialized_like;
 using MaybeTensor = std::optional<Tensor>;
 
-Tensor activation_meta(const Tensor& gate, const MaybeTensor& up, const std::string& activation) {
-  check_activation("activation", {gate, up, activation}, nullptr, false);
-  return empty_like_gate(gate);
-}
-
-Tensor activation_kernel(const Tensor& gate, const MaybeTensor& up, const std::string& activation) {
-  const Tensor h = activation_meta(gate, up, activation);
-  const ActivationInputs in = inputs_of("activation", {gate, up, activation});
+Tensor values_of(const ActivationArguments& a) {
+  torch_ops::check_activation(a, nullptr, false);
+  const Tensor h = a.weights ? torch_ops::empty(a.gate, {a.rows(), a.width()}, a.gate.scalar_type())
+                             : uninitialized_like(a.gate);
+  if (h.is_meta()) return h;
+  const ActivationInputs in = torch_ops::inputs_of(a);
   bridge::with_value_errors(
-      [&] { swiglu(in.of, h.mutable_data_ptr(), bridge::ExecutionOn(gate)); });
+      [&] { swiglu(in.of, h.mutable_data_ptr(), bridge::ExecutionOn(a.gate)); });
   return h;
 }
 
-std::tuple<Tensor, Tensor> backward_meta(const Tensor& dh, const Tensor& gate,
-                                         const MaybeTensor& up, const std::string& activation) {
-  check_activation("activation_backward", {gate, up, activation}, &dh, false);
-  return {empty_like_gate(gate),
-          up ? empty_like_gate(gate) : torch_ops::empty(gate, {SymInt(0)}, gate.scalar_type())};
-}
-
-std::tuple<Tensor, Tensor> backward_kernel(const Tensor& dh, const Tensor& gate,
-                                           const MaybeTensor& up, const std::string& activation) {
-  const auto [d_gate, d_up] = backward_meta(dh, gate, up, activation);
-  const ActivationInputs in = inputs_of("activation_backward", {gate, up, activation}, &dh);
-  SwiGluGradients to;
-  to.dh = in.dh.const_data_ptr();
-  to.dh_stride = in.dh.stride(0);
-  to.gate = d_gate.mutable_data_ptr();
-  if (up) to.up = d_up.mutable_data_ptr();
-  to.stride = in.of.width;
-  bridge::with_value_errors([&] { swiglu_backward(in.of, to, bridge::ExecutionOn(gate)); });
-  return {d_gate, d_up};
-}
-
-// ---- Casts --------------------------------------------------------------------------------------
-constexpr const char* kForward = "quantize_activation";
-constexpr const char* kBackward = "quantize_activation_backward";
-
-Directions cast_h(const ActivationArguments& a, const std::string& row, const std::string& col,
-                  const QuantizeOptions& options, bool shares_memory) {
-  check_activation(kForward, a, nullptr, true);
-  const ActivationInputs in = inputs_of(kForward, a);
-  const CastOfComputed cast = [&](const Operand* to_row, const Operand* to_col, const GroupTable&,
-                                  const Execution& execution) {
-    quantize_swiglu(in.of, to_row, to_col, execution);
+// ---- Gradients ----------------------------------------------------------------------------------
+ActivationGradients empty_gradients(const ActivationArguments& a, bool amaxes) {
+  TORCH_CHECK_VALUE(!amaxes || a.groups, a.op, ": expected groups with amaxes, got none");
+  ActivationGradients out = {uninitialized_like(a.gate),
+                             a.up ? uninitialized_like(*a.up) : no_values(a.gate),
+                             a.weights ? uninitialized_like(*a.weights) : Tensor()};
+  const auto add_amaxes = [&](const Tensor& t) {
+    const SymInt groups = a.groups->sym_size(1) - 1;
+    out.amaxes.push_back(torch_ops::empty(t, {t.sym_size(0)}, at::kFloat));
+    out.amaxes.push_back(torch_ops::empty(t, {groups, t.sym_size(1)}, at::kFloat));
   };
-  return torch_ops::direct_quantize(in.gate, row, col, options, &cast, shares_memory);
-}
-
-// Casts the gradients of gate and up, and h. Each matrix's call allocates its outputs, then makes
-// the next one's call; the last has the operands of all, and quantizes.
-class BackwardCast {
- public:
-  BackwardCast(const ActivationInputs& in, const GradientCasts& casts, bool shares_memory)
-      : in_(in), casts_(casts), shares_memory_(shares_memory) {}
-
-  QuantizedGradients run() {
-    gate_ = [this](const Operand* row, const Operand* col, const GroupTable&,
-                   const Execution& execution) {
-      to_.gate_row = row, to_.gate_col = col;
-      in_.up.defined() ? cast_up() : cast_h_and_quantize(execution);
-    };
-    out_.gate = direct_quantize(casts_.row, casts_.col, casts_.gate, gate_);
-    return out_;
-  }
-
- private:
-  Directions direct_quantize(const std::string& row, const std::string& col,
-                             const QuantizeOptions& options, const CastOfComputed& cast) const {
-    return torch_ops::direct_quantize(in_.gate, row, col, options, &cast, shares_memory_);
-  }
-  void cast_up() {
-    const CastOfComputed cast = [this](const Operand* row, const Operand* col, const GroupTable&,
-                                       const Execution& execution) {
-      to_.up_row = row, to_.up_col = col;
-      cast_h_and_quantize(execution);
-    };
-    out_.up = direct_quantize(casts_.row, casts_.col, casts_.up, cast);
-  }
-  void cast_h_and_quantize(const Execution& execution) {
-    if (casts_.h_col.empty()) return quantize(execution);
-    const CastOfComputed cast = [this](const Operand*, const Operand* col, const GroupTable&,
-                                       const Execution& of_h) {
-      to_.h_col = col;
-      quantize(of_h);
-    };
-    out_.h = direct_quantize("", casts_.h_col, casts_.h, cast).second;
-  }
-  void quantize(const Execution& execution) const {
-    quantize_swiglu_backward(in_.of, in_.dh.const_data_ptr(), in_.dh.stride(0), to_, execution);
-  }
-
-  const ActivationInputs& in_;
-  const GradientCasts& casts_;
-  bool shares_memory_;
-  CastOfComputed gate_;
-  SwiGluCasts to_ = {};
-  QuantizedGradients out_ = {};
-};
-
-void check_gradients(const Tensor& dh, const ActivationArguments& a, const GradientCasts& casts) {
-  check_activation(kBackward, a, &dh, true);
-  if (!a.up) check_unread(kBackward, casts.up, dh);
-  if (casts.h_col.empty()) check_unread(kBackward, casts.h, dh);
-}
-
-QuantizedGradients cast_gradients(const Tensor& dh, const ActivationArguments& a,
-                                  const GradientCasts& casts, bool shares_memory) {
-  check_gradients(dh, a, casts);
-  const ActivationInputs in = inputs_of(kBackward, a, &dh);
-  return BackwardCast(in, casts, shares_memory).run();
-}
-
-// The ops, with real tensors or on the Meta device.
-template <bool kIsMeta>
-EightTensors quantize_activation_as(const Tensor& gate, const MaybeTensor& up,
-                                    const std::string& activation, const std::string& row,
-                                    const std::string& col, const MaybeTensor& amax_row,
-                                    const MaybeTensor& amax_col, const MaybeTensor& rng,
-                                    std::int64_t stream_row, std::int64_t stream_col,
-                                    c10::SymIntArrayRef origin, bool decoded_row, bool decoded_col,
-                                    bool fp8_row, bool fp8_col) {
-  const ActivationArguments a = {gate, up, activation};
-  QuantizeOptions options = torch_ops::options_of(kForward, amax_row, amax_col, rng, stream_row,
-                                                  stream_col, origin, decoded_row, decoded_col);
-  options.fp8_row = fp8_row, options.fp8_col = fp8_col;
-  Directions out;
-  if constexpr (kIsMeta) {
-    check_activation(kForward, a, nullptr, true);
-    out = torch_ops::quantize(gate, row, col, options);
-  } else {
-    out = cast_h(a, row, col, options, false);
-  }
-  return torch_ops::eight_tensors(out);
-}
-
-QuantizedGradients meta_gradients(const Tensor& dh, const ActivationArguments& a,
-                                  const GradientCasts& casts) {
-  check_gradients(dh, a, casts);
-  QuantizedGradients out;
-  out.gate = torch_ops::quantize(a.gate, casts.row, casts.col, casts.gate);
-  if (a.up) out.up = torch_ops::quantize(a.gate, casts.row, casts.col, casts.up);
-  if (!casts.h_col.empty()) out.h = torch_ops::quantize(a.gate, "", casts.h_col, casts.h).second;
+  if (amaxes) add_amaxes(a.gate);
+  if (amaxes && a.up) add_amaxes(*a.up);
   return out;
 }
 
-template <bool kIsMeta>
-std::vector<Tensor> quantize_activation_backward_as(
-    const Tensor& dh, const Tensor& gate, const MaybeTensor& up, const std::string& activation,
-    const std::string& row, const std::string& col, const std::string& h_col,
-    const MaybeTensor& gate_amax_row, const MaybeTensor& gate_amax_col,
-    const MaybeTensor& up_amax_row, const MaybeTensor& up_amax_col, const MaybeTensor& h_amax,
-    const MaybeTensor& gate_rng, const MaybeTensor& up_rng, const MaybeTensor& h_rng,
-    std::int64_t gate_stream_row, std::int64_t gate_stream_col, std::int64_t up_stream_row,
-    std::int64_t up_stream_col, std::int64_t h_stream, bool decoded_row, bool decoded_col,
-    bool decoded_h, bool fp8_row, bool fp8_col, bool fp8_h) {
-  const QuantizeOptions of_gate = {.amax_row = gate_amax_row,
-                                   .amax_col = gate_amax_col,
-                                   .rng = gate_rng,
-                                   .stream_row = gate_stream_row,
-                                   .stream_col = gate_stream_col,
-                                   .decoded_row = decoded_row,
-                                   .decoded_col = decoded_col,
-                                   .fp8_row = fp8_row,
-                                   .fp8_col = fp8_col},
-                        of_up = {.amax_row = up_amax_row,
-                                 .amax_col = up_amax_col,
-                                 .rng = up_rng,
-                                 .stream_row = up_stream_row,
-                                 .stream_col = up_stream_col,
-                                 .decoded_row = decoded_row,
-                                 .decoded_col = decoded_col,
-                                 .fp8_row = fp8_row,
-                                 .fp8_col = fp8_col},
-                        of_h = {.amax_row = {},
-                                .amax_col = h_amax,
-                                .rng = h_rng,
-                                .stream_col = h_stream,
-                                .decoded_col = decoded_h,
-                                .fp8_col = fp8_h};
-  TORCH_CHECK_VALUE(!fp8_h || !h_col.empty(), kBackward,
-                    ": expected a spec of h, whose FP8 codes are asked for");
-  const ActivationArguments a = {gate, up, activation};
-  const GradientCasts casts = {row, col, h_col, of_gate, of_up, of_h};
-  const QuantizedGradients out =
-      kIsMeta ? meta_gradients(dh, a, casts) : cast_gradients(dh, a, casts, false);
-  std::vector<Tensor> list;
-  const auto append = [&](const QuantizedOperand& o) {
-    list.insert(list.end(), {o.codes, o.scale, o.amax, o.decoded});
+void compute_gradients(const ActivationArguments& a, const Tensor& dh,
+                       const ActivationGradients& out) {
+  const ActivationInputs in = torch_ops::inputs_of(a, &dh);
+  SwiGluGradients to;
+  to.dh = in.dh.const_data_ptr();
+  to.dh_stride = in.dh.stride(0);
+  to.gate = out.gate.mutable_data_ptr();
+  if (a.up)
+    to.up = out.up.mutable_data_ptr();
+  else if (a.is_joint())
+    to.up = static_cast<char*>(to.gate) + in.up_at() * a.gate.element_size();
+  to.stride = in.gate.size(1);
+  if (a.weights) to.weights = out.weights.mutable_data_ptr<float>();
+  const auto amaxes_at = [&](std::size_t i) -> LineAmaxes {
+    return {out.amaxes[i].mutable_data_ptr<float>(), out.amaxes[i + 1].mutable_data_ptr<float>()};
   };
-  append(out.gate.first), append(out.gate.second);
-  if (up) append(out.up.first), append(out.up.second);
-  if (!h_col.empty()) append(out.h);
-  return list;
+  if (!out.amaxes.empty()) to.of_gate = amaxes_at(0);
+  if (out.amaxes.size() > 2) to.of_up = amaxes_at(2);
+  bridge::with_value_errors([&] { swiglu_backward(in.of, to, bridge::ExecutionOn(a.gate)); });
 }
 
-// A backward pass through the ops alone raises.
-const torch_ops::Op activation_op("activation", activation_kernel, activation_meta,
-                                  torch_ops::refused());
-const torch_ops::Op activation_backward_op("activation_backward", backward_kernel, backward_meta,
+ActivationGradients gradients_of(const Tensor& dh, const ActivationArguments& a, bool amaxes) {
+  torch_ops::check_activation(a, &dh, false);
+  ActivationGradients out = empty_gradients(a, amaxes);
+  if (!out.gate.is_meta()) compute_gradients(a, dh, out);
+  return out;
+}
+
+// ---- The ops ------------------------------------------------------------------------------------
+Tensor activation_kernel(const Tensor& gate, const MaybeTensor& up, const std::string& activation) {
+  return values_of({.op = "activation", .gate = gate, .up = up, .activation = activation});
+}
+
+std::tuple<Tensor, Tensor> activation_backward_kernel(const Tensor& dh, const Tensor& gate,
+                                                      const MaybeTensor& up,
+                                                      const std::string& activation) {
+  ActivationGradients d = gradients_of(
+      dh, {.op = "activation_backward", .gate = gate, .up = up, .activation = activation}, false);
+  return {std::move(d.gate), std::move(d.up)};
+}
+
+Tensor swiglu_kernel(const Tensor& product, const MaybeTensor& other, const Tensor& weights,
+                     std::optional<double> limit, double alpha, bool interleaved,
+                     const MaybeTensor& pairs, const MaybeTensor& groups) {
+  return values_of({"swiglu", product, other, &weights, limit, alpha, interleaved, pairs, groups});
+}
+
+std::tuple<Tensor, Tensor, Tensor, std::vector<Tensor>> swiglu_backward_kernel(
+    const Tensor& dh, const Tensor& product, const MaybeTensor& other, const Tensor& weights,
+    std::optional<double> limit, double alpha, bool interleaved, const MaybeTensor& pairs,
+    const MaybeTensor& groups, bool amaxes) {
+  ActivationGradients d = gradients_of(
+      dh, {"swiglu_backward", product, other, &weights, limit, alpha, interleaved, pairs, groups},
+      amaxes);
+  return {std::move(d.gate), std::move(d.up), std::move(d.weights), std::move(d.amaxes)};
+}
+
+// A backward pass through these ops alone raises, except through swiglu.
+const torch_ops::Op activation_op("activation", activation_kernel, torch_ops::refused());
+const torch_ops::Op activation_backward_op("activation_backward", activation_backward_kernel,
                                            torch_ops::refused());
-const torch_ops::Op quantize_activation_op(kForward, quantize_activation_as<false>,
-                                           quantize_activation_as<true>,
-                                           torch_ops::without_derivative());
-const torch_ops::Op quantize_activation_backward_op(kBackward,
-                                                    quantize_activation_backward_as<false>,
-                                                    quantize_activation_backward_as<true>,
-                                                    torch_ops::without_derivative());
-
-QuantizedOperand four_at(const std::vector<Tensor>& list, std::size_t at) {
-  return {list[at], list[at + 1], list[at + 2], list[at + 3]};
-}
+const torch_ops::Op swiglu_op("swiglu", swiglu_kernel);
+const torch_ops::Op swiglu_backward_op("swiglu_backward", swiglu_backward_kernel,
+                                       torch_ops::refused());
 
 }  // namespace
 
 namespace torch_ops {
 
 Tensor activation(const ActivationArguments& of) {
-  return activation_op(of.gate, of.up, of.activation);
+  if (!of.weights) return activation_op(of.gate, of.up, of.activation);
+  return swiglu_op(of.gate, of.up, *of.weights, of.limit, of.alpha, of.interleaved, of.pairs,
+                   of.groups);
 }
 
-std::tuple<Tensor, Tensor> activation_backward(const Tensor& dh, const ActivationArguments& of) {
-  return activation_backward_op(dh, of.gate, of.up, of.activation);
-}
-
-Directions quantize_activation(const ActivationArguments& of, const std::string& row,
-                               const std::string& col, const QuantizeOptions& options) {
-  if (can_skip_dispatcher({&of.gate, or_null(of.up), or_null(options.amax_row),
-                           or_null(options.amax_col), or_null(options.rng)}))
-    return cast_h(of, row, col, options, true);
-  return both_of(quantize_activation_op(of.gate, of.up, of.activation, row, col, options.amax_row,
-                                        options.amax_col, options.rng, options.stream_row,
-                                        options.stream_col, options.origin, options.decoded_row,
-                                        options.decoded_col, options.fp8_row, options.fp8_col));
-}
-
-QuantizedGradients quantize_activation_backward(const Tensor& dh, const ActivationArguments& of,
-                                                const GradientCasts& casts) {
-  const QuantizeOptions &gate = casts.gate, &up = casts.up, &h = casts.h;
-  if (can_skip_dispatcher({&dh, &of.gate, or_null(of.up), or_null(gate.amax_row),
-                           or_null(gate.amax_col), or_null(up.amax_row), or_null(up.amax_col),
-                           or_null(h.amax_col), or_null(gate.rng), or_null(up.rng),
-                           or_null(h.rng)}))
-    return cast_gradients(dh, of, casts, true);
-  const auto forms_of = [](const QuantizeOptions& o) {
-    return std::tuple(o.decoded_row, o.decoded_col, o.fp8_row, o.fp8_col);
-  };
-  TORCH_CHECK_VALUE(!of.up || forms_of(gate) == forms_of(up), kBackward,
-                    ": expected values or FP8 codes of both gradients or of neither");
-  const std::vector<Tensor> list = quantize_activation_backward_op(
-      dh, of.gate, of.up, of.activation, casts.row, casts.col, casts.h_col, gate.amax_row,
-      gate.amax_col, up.amax_row, up.amax_col, h.amax_col, gate.rng, up.rng, h.rng, gate.stream_row,
-      gate.stream_col, up.stream_row, up.stream_col, h.stream_col, gate.decoded_row,
-      gate.decoded_col, h.decoded_col, gate.fp8_row, gate.fp8_col, h.fp8_col);
-  QuantizedGradients out;
-  out.gate = {four_at(list, 0), four_at(list, 4)};
-  if (of.up) out.up = {four_at(list, 8), four_at(list, 12)};
-  if (!casts.h_col.empty()) out.h = four_at(list, list.size() - 4);
-  return out;
+ActivationGradients activation_backward(const Tensor& dh, const ActivationArguments& of,
+                                        bool amaxes) {
+  ActivationGradients d;
+  if (of.weights)
+    std::tie(d.gate, d.up, d.weights, d.amaxes) =
+        swiglu_backward_op(dh, of.gate, of.up, *of.weights, of.limit, of.alpha, of.interleaved,
+                           of.pairs, of.groups, amaxes);
+  else
+    std::tie(d.gate, d.up) = activation_backward_op(dh, of.gate, of.up, of.activation);
+  return d;
 }
 
 }  // namespace torch_ops

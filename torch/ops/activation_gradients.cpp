@@ -1,7 +1,6 @@
 // The op activation_gradients_: the gradients of an activation as values, with the amaxes by which
 // later casts scale them, and h cast columnwise. dh's memory receives the gradient of gate. A cast
 // that computed the values itself would compute them twice: once for the amax, once for the codes.
-// The other gradients of activations are in activation.cpp.
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 
@@ -28,17 +27,16 @@ constexpr const char* kActivationGradients = "activation_gradients_";
 
 void check(const Tensor& dh, const ActivationArguments& a, const std::string& h_col,
            const QuantizeOptions& h) {
-  torch_ops::check_activation(kActivationGradients, a, &dh, true);
-  TORCH_CHECK_VALUE(at::has_internal_overlap(dh) != at::MemOverlap::Yes, kActivationGradients,
+  torch_ops::check_activation(a, &dh, true);
+  TORCH_CHECK_VALUE(at::has_internal_overlap(dh) != at::MemOverlap::Yes, a.op,
                     ": expected dh with memory for each element, got strides ", dh.sym_strides());
-  if (h_col.empty()) torch_ops::check_unread(kActivationGradients, h, dh);
+  if (h_col.empty()) torch_ops::check_unread(a.op, h, dh);
 }
 
 // Allocates d_up and the amaxes. Without up d_up is empty.
 GradientValues allocate(const ActivationArguments& a) {
   GradientValues out;
-  out.up = a.up ? torch_ops::empty_like_gate(a.gate)
-                : torch_ops::empty(a.gate, {c10::SymInt(0)}, a.gate.scalar_type());
+  out.up = a.up ? torch_ops::uninitialized_like(a.gate) : torch_ops::no_values(a.gate);
   out.amaxes = torch_ops::empty(a.gate, {c10::SymInt(a.up ? 2 : 1)}, at::kFloat);
   return out;
 }
@@ -50,7 +48,7 @@ GradientValues compute(const Tensor& dh, const ActivationArguments& a, const std
   check(dh, a, h_col, h);
   GradientValues out = allocate(a);
   const Tensor d_gate = dh.is_contiguous() ? dh : dh.contiguous();
-  const ActivationInputs in = torch_ops::inputs_of(kActivationGradients, a, &d_gate);
+  const ActivationInputs in = torch_ops::inputs_of(a, &d_gate);
   const auto run = [&](const Operand* col, const Execution& execution) {
     const SwiGluGradients to = {.dh = d_gate.const_data_ptr(),
                                 .dh_stride = in.of.width,
@@ -75,19 +73,19 @@ GradientValues compute(const Tensor& dh, const ActivationArguments& a, const std
 
 using SixTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-template <bool kIsMeta>
-SixTensors activation_gradients_as(const Tensor& dh, const Tensor& gate, const MaybeTensor& up,
-                                   const std::string& activation, const std::string& h_col,
-                                   const MaybeTensor& h_amax, const MaybeTensor& h_rng,
-                                   std::int64_t h_stream, bool decoded_h) {
-  const ActivationArguments a = {gate, up, activation};
+SixTensors activation_gradients_kernel(const Tensor& dh, const Tensor& gate, const MaybeTensor& up,
+                                       const std::string& activation, const std::string& h_col,
+                                       const MaybeTensor& h_amax, const MaybeTensor& h_rng,
+                                       std::int64_t h_stream, bool decoded_h) {
+  const ActivationArguments a = {
+      .op = kActivationGradients, .gate = gate, .up = up, .activation = activation};
   const QuantizeOptions h = {.amax_row = {},
                              .amax_col = h_amax,
                              .rng = h_rng,
                              .stream_col = h_stream,
                              .decoded_col = decoded_h};
   GradientValues out;
-  if constexpr (kIsMeta) {
+  if (dh.is_meta()) {
     check(dh, a, h_col, h);
     out = allocate(a);
     if (!h_col.empty()) out.h = torch_ops::quantize(gate, "", h_col, h).second;
@@ -104,8 +102,7 @@ SixTensors activation_gradients_as(const Tensor& dh, const Tensor& gate, const M
           given(out.h.decoded)};
 }
 
-const torch_ops::Op activation_gradients_op(kActivationGradients, activation_gradients_as<false>,
-                                            activation_gradients_as<true>,
+const torch_ops::Op activation_gradients_op(kActivationGradients, activation_gradients_kernel,
                                             torch_ops::without_derivative());
 
 }  // namespace

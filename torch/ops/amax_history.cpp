@@ -42,7 +42,7 @@ void check_histories(TensorList histories, const std::string& algorithm, std::in
 
 void roll_kernel(TensorList histories, const std::string& algorithm, std::int64_t margin) {
   check_histories(histories, algorithm, margin);
-  if (histories.empty()) return;
+  if (histories.empty() || histories[0].is_meta()) return;
   for (const Tensor& history : histories)
     bridge::check_bytes(kRollAmaxHistories, "each history", history,
                         histories[0].numel() * static_cast<std::int64_t>(sizeof(float)));
@@ -62,7 +62,7 @@ void roll_kernel(TensorList histories, const std::string& algorithm, std::int64_
   at::_foreach_copy_(histories, stacked.unbind());
 }
 
-const torch_ops::Op roll_op(kRollAmaxHistories, roll_kernel, check_histories, torch_ops::skipped());
+const torch_ops::Op roll_op(kRollAmaxHistories, roll_kernel, torch_ops::skipped());
 
 }  // namespace
 

@@ -1,6 +1,5 @@
 // The ops that read codes. dequantize: codes to values. decode: codes to the bf16 values of an
-// exact product. fp4_as_fp8: FP4 codes to FP8 codes of the same values. Each has a Meta
-// kernel, which gives the shapes, and one kernel for CPU and CUDA, which fills them.
+// exact product. fp4_as_fp8: FP4 codes to FP8 codes of the same values.
 #include <ATen/ATen.h>
 
 #include "minifloat/quantize.h"
@@ -95,21 +94,17 @@ View quantized_view(const char* op, const Spec& spec, const Tensor& codes, const
   return view;
 }
 
-Tensor dequantize_meta(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                       const std::string& spec, SymInt cols, at::ScalarType dtype,
-                       const std::optional<Tensor>& groups, std::int64_t unit) {
-  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16,
-                    "dequantize: expected dtype float32 or bfloat16, got ", dtype);
-  return empty_values("dequantize", codes, scale, amax, bridge::parse_spec(spec), cols,
-                      {groups, unit}, dtype);
-}
-
 Tensor dequantize_kernel(const Tensor& codes, const Tensor& scale, const Tensor& amax,
                          const std::string& text, SymInt cols, at::ScalarType dtype,
                          const std::optional<Tensor>& groups, std::int64_t unit) {
-  const Tensor out = dequantize_meta(codes, scale, amax, text, cols, dtype, groups, unit);
-  const View view = quantized_view("dequantize", bridge::parse_spec(text), codes, scale, amax,
-                                   cols.guard_int(__FILE__, __LINE__), {groups, unit});
+  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16,
+                    "dequantize: expected dtype float32 or bfloat16, got ", dtype);
+  const Spec& spec = bridge::parse_spec(text);
+  const torch_ops::Groups all = {groups, unit};
+  const Tensor out = empty_values("dequantize", codes, scale, amax, spec, cols, all, dtype);
+  if (out.is_meta()) return out;
+  const View view = quantized_view("dequantize", spec, codes, scale, amax,
+                                   cols.guard_int(__FILE__, __LINE__), all);
   const DType to = dtype == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
   bridge::with_value_errors(
       [&] { dequantize(view.q, to, out.mutable_data_ptr(), bridge::ExecutionOn(codes)); });
@@ -122,15 +117,12 @@ Tensor empty_decoded(const Tensor& codes, const Tensor& scale, const Spec& spec,
                       spec.has_fp32_values() ? at::kFloat : at::kBFloat16);
 }
 
-Tensor decode_meta(const Tensor& codes, const Tensor& scale, const std::string& spec, SymInt cols,
-                   const std::optional<Tensor>& groups, std::int64_t unit) {
-  return empty_decoded(codes, scale, bridge::parse_spec(spec), cols, {groups, unit});
-}
-
-Tensor decode_kernel(const Tensor& codes, const Tensor& scale, const std::string& spec, SymInt cols,
-                     const std::optional<Tensor>& groups, std::int64_t unit) {
-  return torch_ops::direct_decode(codes, scale, bridge::parse_spec(spec),
-                                  cols.guard_int(__FILE__, __LINE__), {groups, unit});
+Tensor decode_kernel(const Tensor& codes, const Tensor& scale, const std::string& text, SymInt cols,
+                     const std::optional<Tensor>& table, std::int64_t unit) {
+  const Spec& spec = bridge::parse_spec(text);
+  const torch_ops::Groups groups = {table, unit};
+  if (codes.is_meta()) return empty_decoded(codes, scale, spec, cols, groups);
+  return torch_ops::direct_decode(codes, scale, spec, cols.guard_int(__FILE__, __LINE__), groups);
 }
 
 void check_is_fp4_by_powers_of_two(const Spec& spec) {
@@ -147,17 +139,6 @@ c10::SymDimVector row_scale_shape(const Tensor& codes, const torch_ops::Groups& 
   return shape;
 }
 
-std::tuple<Tensor, Tensor> fp4_as_fp8_meta(const Tensor& codes, const Tensor& scale,
-                                           const Tensor& amax, const std::string& text, SymInt cols,
-                                           const std::optional<Tensor>& groups, std::int64_t unit) {
-  const Spec& spec = bridge::parse_spec(text);
-  const torch_ops::Groups all = {groups, unit};
-  check_is_fp4_by_powers_of_two(spec);
-  const Tensor fp8_codes =
-      empty_values("fp4_as_fp8", codes, scale, amax, spec, cols, all, at::kFloat8_e4m3fn);
-  return {fp8_codes, empty(codes, row_scale_shape(codes, all), at::kFloat)};
-}
-
 Fp4AsFp8Cast fp4_as_fp8_cast(const Quantized& q, const Tensor& fp8_codes, const Tensor& row_scale) {
   return {q, static_cast<std::uint8_t*>(fp8_codes.mutable_data_ptr()),
           row_scale.mutable_data_ptr<float>()};
@@ -172,20 +153,24 @@ std::tuple<Tensor, Tensor> fp4_as_fp8_kernel(const Tensor& codes, const Tensor& 
                                              const Tensor& amax, const std::string& text,
                                              SymInt cols, const std::optional<Tensor>& groups,
                                              std::int64_t unit) {
-  const auto [fp8_codes, row_scale] = fp4_as_fp8_meta(codes, scale, amax, text, cols, groups, unit);
-  const View view = quantized_view("fp4_as_fp8", bridge::parse_spec(text), codes, scale, amax,
-                                   cols.guard_int(__FILE__, __LINE__), {groups, unit});
+  const Spec& spec = bridge::parse_spec(text);
+  const torch_ops::Groups all = {groups, unit};
+  check_is_fp4_by_powers_of_two(spec);
+  const Tensor fp8_codes =
+      empty_values("fp4_as_fp8", codes, scale, amax, spec, cols, all, at::kFloat8_e4m3fn);
+  const Tensor row_scale = empty(codes, row_scale_shape(codes, all), at::kFloat);
+  if (fp8_codes.is_meta()) return {fp8_codes, row_scale};
+  const View view = quantized_view("fp4_as_fp8", spec, codes, scale, amax,
+                                   cols.guard_int(__FILE__, __LINE__), all);
   const Fp4AsFp8Cast cast = fp4_as_fp8_cast(view.q, fp8_codes, row_scale);
   write_fp8_rows({&cast, 1}, codes);
   return {fp8_codes, row_scale};
 }
 
 // Codes have no gradient.
-const torch_ops::Op dequantize_op("dequantize", dequantize_kernel, dequantize_meta,
-                                  torch_ops::skipped());
-const torch_ops::Op decode_op("decode", decode_kernel, decode_meta, torch_ops::skipped());
-const torch_ops::Op fp4_as_fp8_op("fp4_as_fp8", fp4_as_fp8_kernel, fp4_as_fp8_meta,
-                                  torch_ops::skipped());
+const torch_ops::Op dequantize_op("dequantize", dequantize_kernel, torch_ops::skipped());
+const torch_ops::Op decode_op("decode", decode_kernel, torch_ops::skipped());
+const torch_ops::Op fp4_as_fp8_op("fp4_as_fp8", fp4_as_fp8_kernel, torch_ops::skipped());
 
 }  // namespace
 

@@ -29,8 +29,8 @@ using torch_ops::check_index;
 using torch_ops::check_matrix;
 using MaybeTensor = std::optional<Tensor>;
 
-Tensor take_rows_meta(const Tensor& x, const Tensor& index, SymInt slots,
-                      const MaybeTensor& places) {
+Tensor take_rows_kernel(const Tensor& x, const Tensor& index, SymInt slots,
+                        const MaybeTensor& places) {
   TORCH_CHECK_VALUE(x.dim() >= 1, "take_rows: expected x (rows, …), got a number");
   bridge::check_sizes("take_rows", "x", x);
   check_index("take_rows", "index", index, 1, x);
@@ -48,15 +48,11 @@ Tensor take_rows_meta(const Tensor& x, const Tensor& index, SymInt slots,
   }
   c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
   shape[0] = index.sym_size(0);
-  return torch_ops::empty(x, shape, x.scalar_type());
-}
-
-Tensor take_rows_kernel(const Tensor& x, const Tensor& index, SymInt slots,
-                        const MaybeTensor& places) {
+  const Tensor out = torch_ops::empty(x, shape, x.scalar_type());
+  if (out.is_meta()) return out;
   bridge::check_memory("take_rows", "x", x);
   bridge::check_memory("take_rows", "index", index);
   if (places) bridge::check_memory("take_rows", "places", *places);
-  const Tensor out = take_rows_meta(x, index, slots, places);
   bridge::check_sizes("take_rows", "the result", out);
   // A row of x is one run of memory.
   const bool is_run = x.dim() == 1 || x.size(0) == 0 || x.select(0, 0).is_contiguous();
@@ -115,18 +111,14 @@ PackRows fields_of(at::TensorList fields, const MaybeTensor& index, at::IntArray
   return pack;
 }
 
-Tensor pack_rows_meta(at::TensorList fields, const MaybeTensor& index, at::IntArrayRef slots,
-                      const MaybeTensor& rows_from) {
-  const PackRows pack = fields_of(fields, index, slots, rows_from);
-  const Tensor& numbered = rows_from ? *rows_from : index ? *index : fields[0];
-  return torch_ops::empty(fields[0], {numbered.sym_size(0), pack.layout().row_bytes}, at::kByte);
-}
-
 Tensor pack_rows_kernel(at::TensorList fields, const MaybeTensor& index, at::IntArrayRef slots,
                         const MaybeTensor& rows_from) {
   constexpr const char* kOp = "pack_rows";
   PackRows pack = fields_of(fields, index, slots, rows_from);
-  const Tensor out = pack_rows_meta(fields, index, slots, rows_from);
+  const Tensor& numbered = rows_from ? *rows_from : index ? *index : fields[0];
+  const Tensor out =
+      torch_ops::empty(fields[0], {numbered.sym_size(0), pack.layout().row_bytes}, at::kByte);
+  if (out.is_meta()) return out;
   bridge::check_sizes(kOp, "the result", out);
   std::vector<Tensor> adjacent_fields;
   for (std::size_t f = 0; f < fields.size(); ++f) {
@@ -159,8 +151,8 @@ Tensor pack_rows_kernel(at::TensorList fields, const MaybeTensor& index, at::Int
 
 // ---- Sums ---------------------------------------------------------------------------------------
 // pairs: for the gradient
-Tensor add_slots_meta(const Tensor& rows, const Tensor& places, const MaybeTensor& base,
-                      const MaybeTensor& pairs) {
+Tensor add_slots_kernel(const Tensor& rows, const Tensor& places, const MaybeTensor& base,
+                        const MaybeTensor& pairs) {
   check_matrix("add_slots", "rows", rows);
   check_index("add_slots", "places", places, 2, rows);
   const Tensor out =
@@ -171,16 +163,11 @@ Tensor add_slots_meta(const Tensor& rows, const Tensor& places, const MaybeTenso
     TORCH_CHECK_VALUE(pairs->sym_size(0) == rows.sym_size(0), "add_slots: expected pairs of ",
                       rows.sym_size(0), " rows, got ", pairs->sym_size(0));
   }
-  return out;
-}
-
-Tensor add_slots_kernel(const Tensor& rows, const Tensor& places, const MaybeTensor& base,
-                        const MaybeTensor& pairs) {
+  if (out.is_meta()) return out;
   bridge::check_memory("add_slots", "rows", rows);
   bridge::check_memory("add_slots", "places", places);
   if (base) bridge::check_memory("add_slots", "base", *base);
   if (pairs) bridge::check_memory("add_slots", "pairs", *pairs);
-  const Tensor out = add_slots_meta(rows, places, base, pairs);
   bridge::check_sizes("add_slots", "the result", out);
   const Tensor from = adjacent(rows), at = places.contiguous(),
                begin = base ? base->contiguous() : Tensor();
@@ -200,10 +187,9 @@ Tensor add_slots_kernel(const Tensor& rows, const Tensor& places, const MaybeTen
   return out;
 }
 
-const torch_ops::Op take_rows_op("take_rows", take_rows_kernel, take_rows_meta);
-const torch_ops::Op add_slots_op("add_slots", add_slots_kernel, add_slots_meta);
-const torch_ops::Op pack_rows_op("pack_rows", pack_rows_kernel, pack_rows_meta,
-                                 torch_ops::refused());
+const torch_ops::Op take_rows_op("take_rows", take_rows_kernel);
+const torch_ops::Op add_slots_op("add_slots", add_slots_kernel);
+const torch_ops::Op pack_rows_op("pack_rows", pack_rows_kernel, torch_ops::refused());
 
 }  // namespace
 

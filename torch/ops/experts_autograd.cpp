@@ -9,6 +9,7 @@
 
 #include <utility>
 
+#include "ops/activation.h"
 #include "ops/direct.h"
 #include "ops/experts.h"
 #include "ops/op.h"
@@ -20,7 +21,8 @@ using at::Tensor;
 using c10::SymInt;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using torch_ops::SwiGluArguments;
+using torch_ops::ActivationArguments;
+using torch_ops::ActivationGradients;
 using MaybeTensor = std::optional<Tensor>;
 
 // Returns whether a result of these tensors has a history, and raises for a tangent.
@@ -38,25 +40,25 @@ MaybeTensor as_optional(const Tensor& t) { return t.defined() ? MaybeTensor(t) :
 
 struct SwiGluFunction : torch::autograd::Function<SwiGluFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& product, const MaybeTensor& other,
-                        const Tensor& weights, const SwiGluArguments& a) {
+                        const Tensor& weights, const ActivationArguments& a) {
     const at::AutoDispatchBelowADInplaceOrView below;
     ctx->save_for_backward({product, other.value_or(Tensor()), weights, a.pairs.value_or(Tensor()),
                             a.groups.value_or(Tensor())});
     ctx->saved_data["limit"] = a.limit;
     ctx->saved_data["alpha"] = a.alpha;
     ctx->saved_data["interleaved"] = a.interleaved;
-    return torch_ops::swiglu(a);
+    return torch_ops::activation(a);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const variable_list saved = ctx->get_saved_variables();
     const MaybeTensor other = as_optional(saved[1]), pairs = as_optional(saved[3]),
                       groups = as_optional(saved[4]);
-    auto [d_product, d_other, d_weights, amaxes] = torch_ops::swiglu_backward(
+    const ActivationGradients d = torch_ops::activation_backward(
         grads[0],
-        {"swiglu", saved[0], other, saved[2], ctx->saved_data["limit"].toOptional<double>(),
+        {"swiglu", saved[0], other, &saved[2], ctx->saved_data["limit"].toOptional<double>(),
          ctx->saved_data["alpha"].toDouble(), ctx->saved_data["interleaved"].toBool(), pairs,
          groups});
-    return {d_product, other ? d_other : Tensor(), d_weights, Tensor()};
+    return {d.gate, other ? d.up : Tensor(), d.weights, Tensor()};
   }
 };
 
@@ -102,12 +104,12 @@ struct AddSlotsFunction : torch::autograd::Function<AddSlotsFunction> {
 Tensor swiglu_autograd(const Tensor& product, const MaybeTensor& other, const Tensor& weights,
                        std::optional<double> limit, double alpha, bool interleaved,
                        const MaybeTensor& pairs, const MaybeTensor& groups) {
-  const SwiGluArguments a = {"swiglu", product,     other, weights, limit,
-                             alpha,    interleaved, pairs, groups};
+  const ActivationArguments a = {"swiglu", product,     other, &weights, limit,
+                                 alpha,    interleaved, pairs, groups};
   if (is_differentiated("swiglu", {&product, torch_ops::or_null(other), &weights}))
     return SwiGluFunction::apply(product, other, weights, a);
   const at::AutoDispatchBelowADInplaceOrView below;
-  return torch_ops::swiglu(a);
+  return torch_ops::activation(a);
 }
 
 Tensor take_rows_autograd(const Tensor& x, const Tensor& index, SymInt slots,

@@ -20,17 +20,6 @@ std::atomic<bool> checks_ends = false;
 
 constexpr const char* kGroupTable = "group_table";
 
-Tensor group_table_meta(const Tensor& offs, SymInt rows, const std::string&) {
-  TORCH_CHECK_VALUE(offs.scalar_type() == at::kInt && offs.dim() == 1, kGroupTable,
-                    ": expected offs as int32 (groups), got ", offs.scalar_type(), " ",
-                    offs.sym_sizes());
-  bridge::check_size(kGroupTable, "rows", rows);
-  const auto groups = offs.sym_size(0).maybe_as_int();
-  TORCH_CHECK_VALUE(!groups || *groups <= kMostGroups, kGroupTable, ": expected at most ",
-                    kMostGroups, " groups, got ", offs.sym_size(0));
-  return at::empty_symint({SymInt(kGroupTableRows), offs.sym_size(0) + 1}, offs.options());
-}
-
 // Raises for ends that the table would move. Copies them to the host.
 void check_ends(const std::string& op, const Tensor& offs, std::int64_t rows) {
   const Tensor on_host = offs.cpu();
@@ -46,7 +35,16 @@ void check_ends(const std::string& op, const Tensor& offs, std::int64_t rows) {
 
 // op: the caller, for the errors of check_ends
 Tensor group_table_kernel(const Tensor& offs, SymInt sym_rows, const std::string& op) {
-  const Tensor table = group_table_meta(offs, sym_rows, op);
+  TORCH_CHECK_VALUE(offs.scalar_type() == at::kInt && offs.dim() == 1, kGroupTable,
+                    ": expected offs as int32 (groups), got ", offs.scalar_type(), " ",
+                    offs.sym_sizes());
+  bridge::check_size(kGroupTable, "rows", sym_rows);
+  const auto groups = offs.sym_size(0).maybe_as_int();
+  TORCH_CHECK_VALUE(!groups || *groups <= kMostGroups, kGroupTable, ": expected at most ",
+                    kMostGroups, " groups, got ", offs.sym_size(0));
+  const Tensor table =
+      at::empty_symint({SymInt(kGroupTableRows), offs.sym_size(0) + 1}, offs.options());
+  if (table.is_meta()) return table;
   const std::int64_t rows = sym_rows.guard_int(__FILE__, __LINE__);
   bridge::check_memory(kGroupTable, "offs", offs);
   const Tensor ends = offs.contiguous();
@@ -59,7 +57,7 @@ Tensor group_table_kernel(const Tensor& offs, SymInt sym_rows, const std::string
   return table;
 }
 
-const Op group_table_op(kGroupTable, group_table_kernel, group_table_meta, skipped());
+const Op group_table_op(kGroupTable, group_table_kernel, skipped());
 
 bool set_checks_ends(bool enabled) { return checks_ends.exchange(enabled); }
 

@@ -5,9 +5,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
-#include <optional>
-
-#include "minifloat/quantize.h"
 
 namespace minifloat::torch_ops {
 
@@ -22,8 +19,5 @@ enum HistoryColumn { kActive, kCurrent };
 
 // Returns the active amax of an operand: a view of one entry, or of one for each expert.
 Tensor active_amax(const Tensor& history, std::int64_t row);
-
-// Returns the entries of an operand's current amaxes, and sets `active` to its active ones.
-HistoryEntries entries_of(const Tensor& history, std::int64_t row, std::optional<Tensor>& active);
 
 }  // namespace minifloat::torch_ops

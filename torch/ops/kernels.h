@@ -15,7 +15,7 @@ using CastOfComputed = std::function<void(const Operand* row, const Operand* col
 
 // The cast of ops/quantize.cpp.
 // of: casts the values, whose shape, dtype and device x has; null: x has the values.
-// shares_memory: else outputs are those of an op, whose absent ones are empty
+// shares_memory: else outputs are those of an op, whose absent ones are empty; so are those on Meta
 Directions direct_quantize(const Tensor& x, const std::string& row, const std::string& col,
                            const QuantizeOptions& options, const CastOfComputed* of = nullptr,
                            bool shares_memory = true);

@@ -26,12 +26,12 @@ class Op<Result(Arguments...)> {
  public:
   using Kernel = Result (*)(Arguments...);
 
-  // kernel: for the CPU and CUDA.   meta: returns the shapes, after all checks of the arguments
-  Op(const char* name, Kernel kernel, Kernel meta)
+  // kernel: for the CPU, CUDA and Meta. On Meta it makes all checks of the arguments, and returns
+  // results that have shapes alone.
+  Op(const char* name, Kernel kernel)
       : library_(torch::Library::IMPL, "minifloat", std::nullopt, __FILE__, __LINE__),
-        handle_(registered(name, kernel, meta).template typed<Result(Arguments...)>()) {}
-  Op(const char* name, Kernel kernel, Kernel meta, torch::CppFunction derivative)
-      : Op(name, kernel, meta) {
+        handle_(registered(name, kernel).template typed<Result(Arguments...)>()) {}
+  Op(const char* name, Kernel kernel, torch::CppFunction derivative) : Op(name, kernel) {
     library_.impl(name, c10::DispatchKey::Autograd, std::move(derivative));
   }
 
@@ -40,10 +40,9 @@ class Op<Result(Arguments...)> {
   }
 
  private:
-  c10::OperatorHandle registered(const char* name, Kernel kernel, Kernel meta) {
-    library_.impl(name, c10::DispatchKey::CPU, kernel);
-    library_.impl(name, c10::DispatchKey::CUDA, kernel);
-    library_.impl(name, c10::DispatchKey::Meta, meta);
+  c10::OperatorHandle registered(const char* name, Kernel kernel) {
+    for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::Meta})
+      library_.impl(name, key, kernel);
     return *c10::Dispatcher::singleton().findOp(library_._resolve(name));
   }
 

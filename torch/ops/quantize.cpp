@@ -1,5 +1,5 @@
-// The op quantize: values to codes. A Meta kernel gives the shapes, and one kernel for CPU and CUDA
-// fills them: the torch-free API dispatches on the device.
+// The op quantize: values to codes. One kernel for CPU and CUDA: the torch-free API dispatches on
+// the device.
 #include "minifloat/quantize.h"
 
 #include <ATen/ATen.h>
@@ -36,7 +36,9 @@ struct DirectionArguments {
   const std::optional<Tensor>& active_amax;  // none: computed from x
   std::int64_t stream;
   bool decoded, as_fp8;
-  HistoryEntries history = {};  // null: the current amax of +delayed is an output
+  // Whether the current amax of +delayed goes to a history, and where; else it is an output.
+  bool raises_history = false;
+  HistoryEntries history = {};
 
   AsRead<SymInt> read_of(const Tensor& x, const torch_ops::Groups& groups) const {
     return as_read(x, *spec, columnwise, groups);
@@ -58,8 +60,8 @@ QuantizedOperand allocate(const Tensor& x, const DirectionArguments& d,
   const auto values = d.decoded ? read.decoded(*d.spec) : Sizes<SymInt>{SymInt(0)};
   return {empty(x, d.code_shape(read), d.code_dtype()),
           empty(x, d.scale_shape(read), d.dtype_of_scale()),
-          d.history.first ? empty(x, {SymInt(0)}, at::kFloat)
-                          : empty(x, read.amax(*d.spec), at::kFloat),
+          d.raises_history ? empty(x, {SymInt(0)}, at::kFloat)
+                           : empty(x, read.amax(*d.spec), at::kFloat),
           empty(x, values, at::kBFloat16)};
 }
 
@@ -91,7 +93,7 @@ QuantizedOperand allocate_together(const Tensor& x, const DirectionArguments& d,
     end = p.begin + bytes;
     return p;
   };
-  const bool has_amax = !d.history.first && (spec.has_row_amax() || spec.has_tensor_amax());
+  const bool has_amax = !d.raises_history && (spec.has_row_amax() || spec.has_tensor_amax());
   const auto codes =
       d.decoded ? std::nullopt : std::optional(part(d.code_dtype(), d.code_shape(read)));
   const Part scale = part(d.dtype_of_scale(), d.scale_shape(read));
@@ -130,6 +132,19 @@ DirectionArguments row_arguments(const std::string& text, const std::optional<Te
 DirectionArguments col_arguments(const std::string& text, const std::optional<Tensor>& amax,
                                  const QuantizeOptions& options) {
   return {true, spec_of(text), amax, options.stream_col, options.decoded_col, options.fp8_col};
+}
+
+// Scales a +delayed direction by the active amaxes of a row of a history, and raises its current
+// ones.   active: that of the arguments
+void read_history(DirectionArguments& d, const Tensor& history, std::int64_t row,
+                  std::optional<Tensor>& active) {
+  if (!d.spec || !d.spec->delayed) return;
+  d.raises_history = true;
+  active = torch_ops::active_amax(history, row);
+  if (history.is_meta()) return;
+  float* const first = history.mutable_data_ptr<float>() + row * history.stride(0);
+  d.history = {first + torch_ops::kCurrent * history.stride(-1),
+               history.dim() == 3 ? history.stride(1) : 0};
 }
 
 void check_is_written_as_fp8(const DirectionArguments& d) {
@@ -210,18 +225,13 @@ QuantizedOperand allocate_amaxes_of_columns(const Tensor& x, const Spec& row,
   return out;
 }
 
+// Allocates the outputs of a direction: together for a direct call, apart for an op, whose absent
+// ones are empty.
 QuantizedOperand allocate_direction(const Tensor& x, const DirectionArguments& d,
-                                    const torch_ops::Groups& groups) {
-  if (!d.spec) return absent(x);
-  return allocate(x, d, d.read_of(x, groups));
-}
-
-// The outputs of an op.
-Directions allocate_both(const Tensor& x, const DirectionArguments& row,
-                         const DirectionArguments& col, const QuantizeOptions& shared) {
-  return {allocate_direction(x, row, shared.groups),
-          shared.amaxes_of_columns ? allocate_amaxes_of_columns(x, *row.spec, shared.groups)
-                                   : allocate_direction(x, col, shared.groups)};
+                                    const torch_ops::Groups& groups, bool shares_memory) {
+  if (!d.spec) return shares_memory ? QuantizedOperand() : absent(x);
+  const AsRead<SymInt> read = d.read_of(x, groups);
+  return shares_memory ? allocate_together(x, d, read) : allocate(x, d, read);
 }
 
 template <class T>
@@ -299,25 +309,15 @@ void fill(TensorRef in, const DirectionArguments& r, const QuantizedOperand& out
   });
 }
 
-Directions outputs_of(const Tensor& x, const std::string& row, const std::string& col,
-                      const QuantizeOptions& options) {
-  bridge::check_values("quantize", x);
-  const DirectionArguments r = row_arguments(row, options.amax_row, options),
-                           c = col_arguments(col, options.amax_col, options);
-  check_arguments(x, r, c, options);
-  return allocate_both(x, r, c, options);
-}
-
-template <bool kIsMeta>
-EightTensors quantize_as(const Tensor& x, const std::string& row, const std::string& col,
-                         const std::optional<Tensor>& amax_row,
-                         const std::optional<Tensor>& amax_col, const std::optional<Tensor>& rng,
-                         std::int64_t stream_row, std::int64_t stream_col,
-                         c10::SymIntArrayRef origin, const std::optional<Tensor>& groups,
-                         std::int64_t unit, const std::optional<Tensor>& row_ids,
-                         std::int64_t first_expert, const std::optional<Tensor>& rows_from,
-                         bool decoded_row, bool decoded_col, bool fp8_row, bool fp8_col,
-                         bool amaxes_of_columns) {
+EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std::string& col,
+                             const std::optional<Tensor>& amax_row,
+                             const std::optional<Tensor>& amax_col,
+                             const std::optional<Tensor>& rng, std::int64_t stream_row,
+                             std::int64_t stream_col, c10::SymIntArrayRef origin,
+                             const std::optional<Tensor>& groups, std::int64_t unit,
+                             const std::optional<Tensor>& row_ids, std::int64_t first_expert,
+                             const std::optional<Tensor>& rows_from, bool decoded_row,
+                             bool decoded_col, bool fp8_row, bool fp8_col, bool amaxes_of_columns) {
   QuantizeOptions options = torch_ops::options_of("quantize", amax_row, amax_col, rng, stream_row,
                                                   stream_col, origin, decoded_row, decoded_col);
   options.fp8_row = fp8_row, options.fp8_col = fp8_col;
@@ -326,13 +326,11 @@ EightTensors quantize_as(const Tensor& x, const std::string& row, const std::str
   options.row_ids = row_ids;
   options.first_expert = first_expert;
   return torch_ops::eight_tensors(
-      kIsMeta ? outputs_of(x, row, col, options)
-              : torch_ops::direct_quantize(x, row, col, options, nullptr, /*shares_memory=*/false));
+      torch_ops::direct_quantize(x, row, col, options, nullptr, /*shares_memory=*/false));
 }
 
 // Codes have no derivative. layers/linear.cpp has the derivatives of layers.
-const torch_ops::Op quantize_op("quantize", quantize_as<false>, quantize_as<true>,
-                                torch_ops::without_derivative());
+const torch_ops::Op quantize_op("quantize", quantize_kernel, torch_ops::without_derivative());
 
 }  // namespace
 
@@ -341,26 +339,26 @@ namespace torch_ops {
 Directions direct_quantize(const Tensor& x, const std::string& row, const std::string& col,
                            const QuantizeOptions& options, const CastOfComputed* of,
                            bool shares_memory) {
-  const TensorRef in = bridge::tensor_ref("quantize", x);
+  TensorRef in;
+  if (x.is_meta())
+    bridge::check_values("quantize", x);
+  else
+    in = bridge::tensor_ref("quantize", x);
   std::optional<Tensor> amax_row = options.amax_row, amax_col = options.amax_col;
   DirectionArguments r = row_arguments(row, amax_row, options),
                      c = col_arguments(col, amax_col, options);
   if (options.history) {
     const auto& [history, row_of_row, row_of_col] = *options.history;
-    if (r.spec && r.spec->delayed) r.history = entries_of(history, row_of_row, amax_row);
-    if (c.spec && c.spec->delayed) c.history = entries_of(history, row_of_col, amax_col);
+    read_history(r, history, row_of_row, amax_row);
+    read_history(c, history, row_of_col, amax_col);
   }
   check_arguments(x, r, c, options);
   const bridge::ExecutionOn here(x);
-  const auto together = [&](const DirectionArguments& d) -> QuantizedOperand {
-    if (d.columnwise && options.amaxes_of_columns)
-      return allocate_amaxes_of_columns(x, *r.spec, options.groups);
-    if (!d.spec) return {};
-    return allocate_together(x, d, d.read_of(x, options.groups));
-  };
-  const Directions out =
-      shares_memory ? std::pair{together(r), together(c)} : allocate_both(x, r, c, options);
-  fill(in, r, out.first, c, out.second, options, of, here);
+  const Directions out = {allocate_direction(x, r, options.groups, shares_memory),
+                          options.amaxes_of_columns
+                              ? allocate_amaxes_of_columns(x, *r.spec, options.groups)
+                              : allocate_direction(x, c, options.groups, shares_memory)};
+  if (!x.is_meta()) fill(in, r, out.first, c, out.second, options, of, here);
   return out;
 }
 

@@ -3,8 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 
-#include <utility>
-
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/history.h"
@@ -22,12 +20,6 @@ Tensor active_amax(const Tensor& history, std::int64_t row) {
       history.storage_offset() + row * history.stride(0) + kActive * history.stride(1));
 }
 
-HistoryEntries entries_of(const Tensor& history, std::int64_t row, std::optional<Tensor>& active) {
-  active = active_amax(history, row);
-  float* const first = history.mutable_data_ptr<float>() + row * history.stride(0);
-  return {first + kCurrent * history.stride(-1), history.dim() == 3 ? history.stride(1) : 0};
-}
-
 }  // namespace torch_ops
 
 namespace {
@@ -36,10 +28,6 @@ using at::Tensor;
 using namespace torch_ops;
 
 constexpr const char* kQuantizeDelayed = "quantize_delayed";
-
-bool is_delayed(const std::string& text) {
-  return !text.empty() && bridge::parse_spec(text).delayed;
-}
 
 void check_history_rows(const Tensor& x, const HistoryRows& rows) {
   const auto& [history, row, col] = rows;
@@ -59,30 +47,6 @@ void check_history_rows(const Tensor& x, const HistoryRows& rows) {
                     x.device(), ", got ", history.device());
 }
 
-// Casts in the real memory of x and of the history.
-EightTensors quantize_real(const Tensor& x, const std::string& row, const std::string& col,
-                           const QuantizeOptions& options) {
-  const Tensor& history = options.history->history;
-  bridge::check_memory(kQuantizeDelayed, "amax_history", history);
-  // The history keeps its version: no cast reads current amaxes (layers/layer_state.h).
-  return torch_ops::eight_tensors(
-      direct_quantize(x, row, col, options, nullptr, /*shares_memory=*/false));
-}
-
-// Returns the shapes: those of quantize, without the amaxes that the history takes.
-EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::string& col,
-                           QuantizeOptions options) {
-  const HistoryRows rows = *std::exchange(options.history, std::nullopt);
-  if (is_delayed(row)) options.amax_row = active_amax(rows.history, rows.row);
-  if (is_delayed(col)) options.amax_col = active_amax(rows.history, rows.col);
-  auto both = quantize(x, row, col, options);
-  const auto none = [&] { return at::empty({0}, x.options().dtype(at::kFloat)); };
-  if (is_delayed(row)) both.first.amax = none();
-  if (is_delayed(col)) both.second.amax = none();
-  return torch_ops::eight_tensors(both);
-}
-
-template <bool kIsMeta>
 EightTensors quantize_delayed(const Tensor& x, const std::string& row, const std::string& col,
                               const Tensor& history, std::int64_t history_row,
                               std::int64_t history_col, const std::optional<Tensor>& rng,
@@ -102,15 +66,13 @@ EightTensors quantize_delayed(const Tensor& x, const std::string& row, const std
   options.first_expert = first_expert;
   options.history = HistoryRows{history, history_row, history_col};
   check_history_rows(x, *options.history);
-  if constexpr (kIsMeta)
-    return quantize_meta(x, row, col, std::move(options));
-  else
-    return quantize_real(x, row, col, options);
+  if (!history.is_meta()) bridge::check_memory(kQuantizeDelayed, "amax_history", history);
+  // The history keeps its version: no cast reads current amaxes (layers/layer_state.h).
+  return eight_tensors(direct_quantize(x, row, col, options, nullptr, /*shares_memory=*/false));
 }
 
 // Codes have no derivative. layers/linear.cpp has the derivatives of layers.
-const Op quantize_delayed_op(kQuantizeDelayed, quantize_delayed<false>, quantize_delayed<true>,
-                             without_derivative());
+const Op quantize_delayed_op(kQuantizeDelayed, quantize_delayed, without_derivative());
 
 }  // namespace
 

@@ -19,21 +19,13 @@ using at::Tensor;
 
 constexpr const char* kAdvanceRandomState = "advance_random_state";
 
-void check_state(const Tensor& state) {
-  TORCH_CHECK_VALUE(state.scalar_type() == at::kLong && state.dim() == 1 && state.sym_size(0) == 2,
-                    kAdvanceRandomState, ": expected state as int64 (seed, count), got ",
-                    state.scalar_type(), " ", state.sym_sizes());
-}
-
-Tensor advance_meta(const Tensor& state, bool) {
-  check_state(state);
-  return at::empty_like(state);
-}
-
 constexpr int kNoBackwardPass = -1;
 
 Tensor advance_kernel(const Tensor& state, bool in_forward) {
-  check_state(state);
+  TORCH_CHECK_VALUE(state.scalar_type() == at::kLong && state.dim() == 1 && state.sym_size(0) == 2,
+                    kAdvanceRandomState, ": expected state as int64 (seed, count), got ",
+                    state.scalar_type(), " ", state.sym_sizes());
+  if (state.is_meta()) return at::empty_like(state);
   TORCH_CHECK(!in_forward || torch::autograd::get_current_graph_task_id() == kNoBackwardPass,
               kAdvanceRandomState,
               ": expected a forward pass, got the recomputation of one by compiled code, which "
@@ -52,8 +44,7 @@ Tensor advance_kernel(const Tensor& state, bool in_forward) {
   return copy;
 }
 
-const torch_ops::Op advance_op(kAdvanceRandomState, advance_kernel, advance_meta,
-                               torch_ops::skipped());
+const torch_ops::Op advance_op(kAdvanceRandomState, advance_kernel, torch_ops::skipped());
 
 // Returns the number of this thread, and of the thread that made the node whose backward pass runs
 // in this one; 0: none runs. Each thread numbers its nodes by itself.

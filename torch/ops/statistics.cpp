@@ -141,9 +141,8 @@ Tensor stacked(std::vector<Tensor>&& t) {
 
 constexpr const char* kOperandStatistics = "operand_statistics";
 
-Tensor statistics_meta(at::TensorList x, const std::string& text, bool,
-                       const std::optional<at::TensorList>& amax, const std::optional<Tensor>& rng,
-                       std::int64_t, std::int64_t batch_index) {
+void check_matrices(at::TensorList x, const Spec& spec, const std::optional<at::TensorList>& amax,
+                    const std::optional<Tensor>& rng, std::int64_t batch_index) {
   TORCH_CHECK_VALUE(!x.empty(), kOperandStatistics, ": expected matrices x, got none");
   for (const Tensor& t : x) {
     bridge::check_values(kOperandStatistics, t);
@@ -155,7 +154,7 @@ Tensor statistics_meta(at::TensorList x, const std::string& text, bool,
   }
   TORCH_CHECK_VALUE(x[0].dim() == 2, kOperandStatistics, ": expected x (rows, cols), got ",
                     x[0].dim(), " dimensions");
-  TORCH_CHECK_VALUE(!bridge::parse_spec(text).is_bf16(), kOperandStatistics,
+  TORCH_CHECK_VALUE(!spec.is_bf16(), kOperandStatistics,
                     ": bf16 is the identity and has no codes; expected a quantizing spec");
   if (amax) {
     TORCH_CHECK_VALUE(amax->size() == x.size(), kOperandStatistics,
@@ -165,8 +164,6 @@ Tensor statistics_meta(at::TensorList x, const std::string& text, bool,
   if (rng) bridge::check_rng(kOperandStatistics, *rng, x[0]);
   TORCH_CHECK_VALUE(batch_index >= 0 && batch_index <= INT32_MAX, kOperandStatistics,
                     ": expected batch_index from 0 to ", INT32_MAX, ", got ", batch_index);
-  return at::empty({static_cast<std::int64_t>(x.size()), kNumbers + kExponents},
-                   x[0].options().dtype(at::kDouble));
 }
 
 // The values that were cast, those that the codes stand for, and the largest of each block, all
@@ -209,9 +206,12 @@ Tensor statistics_kernel(at::TensorList x, const std::string& text, bool columnw
                          const std::optional<at::TensorList>& amax,
                          const std::optional<Tensor>& rng, std::int64_t stream,
                          std::int64_t batch_index) {
-  statistics_meta(x, text, columnwise, amax, rng, stream, batch_index);
-  const at::AutoDispatchBelowADInplaceOrView below;
   const Spec& spec = bridge::parse_spec(text);
+  check_matrices(x, spec, amax, rng, batch_index);
+  if (x[0].is_meta())
+    return at::empty({static_cast<std::int64_t>(x.size()), kNumbers + kExponents},
+                     x[0].options().dtype(at::kDouble));
+  const at::AutoDispatchBelowADInplaceOrView below;
   const auto [y, values, largest, scales] =
       cast_each(x, spec, columnwise, amax, rng, stream, batch_index);
   Tensor saturated = y.abs().gt(largest.mul(1 + kRoundings));
@@ -248,8 +248,8 @@ Tensor statistics_kernel(at::TensorList x, const std::string& text, bool columnw
 
 constexpr const char* kResultError = "result_error";
 
-Tensor error_meta(at::TensorList results, at::TensorList references,
-                  const std::optional<at::TensorList>& gradients) {
+Tensor error_kernel(at::TensorList results, at::TensorList references,
+                    const std::optional<at::TensorList>& gradients) {
   TORCH_CHECK_VALUE(!results.empty(), kResultError, ": expected results, got none");
   const Tensor& first = results[0];
   const auto check = [&](const char* name, at::TensorList list) {
@@ -268,13 +268,9 @@ Tensor error_meta(at::TensorList results, at::TensorList references,
   check("results", results);
   check("references", references);
   if (gradients) check("gradients", *gradients);
-  return at::empty({static_cast<std::int64_t>(results.size()), 4},
-                   first.options().dtype(at::kDouble));
-}
-
-Tensor error_kernel(at::TensorList results, at::TensorList references,
-                    const std::optional<at::TensorList>& gradients) {
-  error_meta(results, references, gradients);
+  if (first.is_meta())
+    return at::empty({static_cast<std::int64_t>(results.size()), 4},
+                     first.options().dtype(at::kDouble));
   for (const Tensor& t : results) bridge::check_memory(kResultError, "results", t);
   for (const Tensor& t : references) bridge::check_memory(kResultError, "references", t);
   for (const Tensor& t : gradients.value_or(at::TensorList()))
@@ -282,22 +278,21 @@ Tensor error_kernel(at::TensorList results, at::TensorList references,
   const at::AutoDispatchBelowADInplaceOrView below;
   const Tensor exact = stacked(references).to(at::kFloat),
                difference = stacked(results).to(at::kFloat).sub(exact);
-  Tensor first = at::zeros({exact.size(0)}, exact.options().dtype(at::kDouble)), second = first;
+  Tensor of_sum = at::zeros({exact.size(0)}, exact.options().dtype(at::kDouble)), of_rows = of_sum;
   if (gradients) {
     const Tensor by_row = difference.mul(stacked(*gradients)).sum(2, false, at::kDouble);
-    first = by_row.sum(1);
-    second = by_row.square().sum(1);
+    of_sum = by_row.sum(1);
+    of_rows = by_row.square().sum(1);
   }
   const Tensor unit = unit_of(amax_of(exact));
   return at::stack({sum_of_squares(in_units(difference, unit), unit),
-                    sum_of_squares(in_units(exact, unit), unit), first, second},
+                    sum_of_squares(in_units(exact, unit), unit), of_sum, of_rows},
                    1);
 }
 
-const torch_ops::Op operand_statistics_op(kOperandStatistics, statistics_kernel, statistics_meta,
+const torch_ops::Op operand_statistics_op(kOperandStatistics, statistics_kernel,
                                           torch_ops::without_derivative());
-const torch_ops::Op result_error_op(kResultError, error_kernel, error_meta,
-                                    torch_ops::without_derivative());
+const torch_ops::Op result_error_op(kResultError, error_kernel, torch_ops::without_derivative());
 
 }  // namespace
 

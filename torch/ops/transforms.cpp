@@ -16,13 +16,8 @@ namespace {
 using at::Tensor;
 using c10::SymInt;
 
-// The unit of the groups' columns where the transform is columnwise.
-std::int64_t hadamard_unit(std::int64_t points, const torch_ops::Groups& groups) {
-  return std::max(points, groups.unit);
-}
-
-Tensor hadamard_meta(const Tensor& x, std::int64_t points, bool columnwise, std::int64_t signs,
-                     const std::optional<Tensor>& table, std::int64_t unit) {
+Tensor hadamard_kernel(const Tensor& x, std::int64_t points, bool columnwise, std::int64_t signs,
+                       const std::optional<Tensor>& table, std::int64_t unit) {
   const torch_ops::Groups groups = {table, unit};
   bridge::check_values("hadamard", x);
   TORCH_CHECK_VALUE(points == 16 || points == 32 || points == 64 || points == 128,
@@ -32,21 +27,16 @@ Tensor hadamard_meta(const Tensor& x, std::int64_t points, bool columnwise, std:
   torch_ops::check_groups("hadamard", groups, x);
   TORCH_CHECK_VALUE(!table || x.dim() == 2, "hadamard: expected x (rows, cols) with groups, got ",
                     x.dim(), " dimensions");
+  const std::int64_t unit_of_columns = std::max(points, unit);  // of groups, where columnwise
   c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
   if (columnwise) std::swap(shape[shape.size() - 1], shape[shape.size() - 2]);
   shape.back() = table && columnwise
-                     ? grouped_cols<SymInt>(shape.back(), SymInt(hadamard_unit(points, groups)),
-                                            groups.count())
+                     ? grouped_cols<SymInt>(shape.back(), SymInt(unit_of_columns), groups.count())
                      : round_up<SymInt>(shape.back(), SymInt(points));
-  return at::empty_symint(shape, x.options().dtype(at::kBFloat16));
-}
-
-Tensor hadamard_kernel(const Tensor& x, std::int64_t points, bool columnwise, std::int64_t signs,
-                       const std::optional<Tensor>& table, std::int64_t unit) {
+  const Tensor out = at::empty_symint(shape, x.options().dtype(at::kBFloat16));
+  if (out.is_meta()) return out;
   TensorRef in = bridge::tensor_ref("hadamard", x);
-  const Tensor out = hadamard_meta(x, points, columnwise, signs, table, unit);
-  const torch_ops::Groups groups = {table, unit};
-  in.groups = torch_ops::group_table_of("hadamard", groups, hadamard_unit(points, groups));
+  in.groups = torch_ops::group_table_of("hadamard", groups, unit_of_columns);
   bridge::with_value_errors([&] {
     hadamard(in, static_cast<int>(points), columnwise, static_cast<std::uint32_t>(signs),
              static_cast<std::uint16_t*>(out.mutable_data_ptr()), bridge::ExecutionOn(x));
@@ -100,16 +90,6 @@ c10::SymDimVector swizzled_shape(const std::optional<SymInt>& batch, const SymIn
   return {padded_rows, padded_cols};
 }
 
-Tensor swizzle_meta(const Tensor& scale, const std::optional<Tensor>& offs,
-                    const std::string& text) {
-  const ScaleGroups groups = parse_groups(text, offs, scale);
-  check_scale(scale, groups);
-  const auto batch = scale.dim() == 3 ? std::optional(scale.sym_size(0)) : std::nullopt;
-  return at::empty_symint(swizzled_shape(batch, scale.sym_size(-2), scale.sym_size(-1), groups,
-                                         offs ? offs->sym_size(0) : SymInt(0)),
-                          scale.options());
-}
-
 // Describes scales on the device of `like`. offs: contiguous group boundaries; undefined: no
 // groups.
 ScaleMatrix matrix(std::int64_t batch, std::int64_t rows, std::int64_t cols, ScaleGroups groups,
@@ -129,7 +109,13 @@ ScaleMatrix matrix(std::int64_t batch, std::int64_t rows, std::int64_t cols, Sca
 
 Tensor swizzle_kernel(const Tensor& scale, const std::optional<Tensor>& offs,
                       const std::string& text) {
-  const Tensor out = swizzle_meta(scale, offs, text);
+  const ScaleGroups groups = parse_groups(text, offs, scale);
+  check_scale(scale, groups);
+  const auto batch = scale.dim() == 3 ? std::optional(scale.sym_size(0)) : std::nullopt;
+  const Tensor out = at::empty_symint(swizzled_shape(batch, scale.sym_size(-2), scale.sym_size(-1),
+                                                     groups, offs ? offs->sym_size(0) : SymInt(0)),
+                                      scale.options());
+  if (out.is_meta()) return out;
   TORCH_CHECK_VALUE(scale.is_contiguous(),
                     "swizzle_scales: expected contiguous scales, got strides ", scale.strides());
   bridge::check_memory("swizzle_scales", "scale", scale);
@@ -137,15 +123,15 @@ Tensor swizzle_kernel(const Tensor& scale, const std::optional<Tensor>& offs,
   const Tensor offsets = offs ? offs->contiguous() : Tensor();
   bridge::with_value_errors([&] {
     swizzle_scales(matrix(scale.dim() == 3 ? scale.size(0) : 1, scale.size(-2), scale.size(-1),
-                          parse_groups(text, offs, scale), offsets, scale),
+                          groups, offsets, scale),
                    static_cast<const std::uint8_t*>(scale.const_data_ptr()),
                    static_cast<std::uint8_t*>(out.mutable_data_ptr()), bridge::ExecutionOn(scale));
   });
   return out;
 }
 
-Tensor unswizzle_meta(const Tensor& swizzled, SymInt rows, SymInt cols,
-                      const std::optional<Tensor>& offs, const std::string& text) {
+Tensor unswizzle_kernel(const Tensor& swizzled, SymInt rows, SymInt cols,
+                        const std::optional<Tensor>& offs, const std::string& text) {
   const ScaleGroups groups = parse_groups(text, offs, swizzled);
   check_scale_dtype("unswizzle_scales", swizzled);
   bridge::check_size("unswizzle_scales", "rows", rows);
@@ -167,12 +153,8 @@ Tensor unswizzle_meta(const Tensor& swizzled, SymInt rows, SymInt cols,
                     swizzled.sym_sizes());
   const c10::SymDimVector shape = is_dense ? c10::SymDimVector{rows, cols}
                                            : c10::SymDimVector{swizzled.sym_size(0), rows, cols};
-  return at::empty_symint(shape, swizzled.options());
-}
-
-Tensor unswizzle_kernel(const Tensor& swizzled, SymInt rows, SymInt cols,
-                        const std::optional<Tensor>& offs, const std::string& text) {
-  const Tensor out = unswizzle_meta(swizzled, rows, cols, offs, text);
+  const Tensor out = at::empty_symint(shape, swizzled.options());
+  if (out.is_meta()) return out;
   TORCH_CHECK_VALUE(swizzled.is_contiguous(),
                     "unswizzle_scales: expected contiguous scales, got strides ",
                     swizzled.strides());
@@ -180,8 +162,8 @@ Tensor unswizzle_kernel(const Tensor& swizzled, SymInt rows, SymInt cols,
   if (offs) bridge::check_memory("unswizzle_scales", "offs", *offs);
   const Tensor offsets = offs ? offs->contiguous() : Tensor();
   bridge::with_value_errors([&] {
-    unswizzle_scales(matrix(out.dim() == 3 ? out.size(0) : 1, out.size(-2), out.size(-1),
-                            parse_groups(text, offs, swizzled), offsets, swizzled),
+    unswizzle_scales(matrix(out.dim() == 3 ? out.size(0) : 1, out.size(-2), out.size(-1), groups,
+                            offsets, swizzled),
                      static_cast<const std::uint8_t*>(swizzled.const_data_ptr()),
                      static_cast<std::uint8_t*>(out.mutable_data_ptr()),
                      bridge::ExecutionOn(swizzled));
@@ -189,7 +171,7 @@ Tensor unswizzle_kernel(const Tensor& swizzled, SymInt rows, SymInt cols,
   return out;
 }
 
-Tensor transpose_meta(const Tensor& codes, SymInt cols) {
+Tensor transpose_kernel(const Tensor& codes, SymInt cols) {
   TORCH_CHECK_VALUE(codes.scalar_type() == at::kByte && (codes.dim() == 2 || codes.dim() == 3),
                     "transpose_codes: expected packed uint8 codes of 2 or 3 dimensions, got ",
                     codes.scalar_type(), " of ", codes.dim());
@@ -201,11 +183,8 @@ Tensor transpose_meta(const Tensor& codes, SymInt cols) {
   c10::SymDimVector shape(codes.sym_sizes().begin(), codes.sym_sizes().end());
   shape[shape.size() - 2] = cols;
   shape.back() = ceil_div<SymInt>(codes.sym_size(-2), SymInt(2));
-  return at::empty_symint(shape, codes.options());
-}
-
-Tensor transpose_kernel(const Tensor& codes, SymInt cols) {
-  const Tensor out = transpose_meta(codes, cols);
+  const Tensor out = at::empty_symint(shape, codes.options());
+  if (out.is_meta()) return out;
   TORCH_CHECK_VALUE(codes.is_contiguous(),
                     "transpose_codes: expected contiguous codes, got strides ", codes.strides());
   bridge::check_memory("transpose_codes", "codes", codes);
@@ -221,13 +200,10 @@ Tensor transpose_kernel(const Tensor& codes, SymInt cols) {
 }
 
 // hadamard has no derivative of its own. Codes and scales have no gradient.
-const torch_ops::Op hadamard_op("hadamard", hadamard_kernel, hadamard_meta, torch_ops::refused());
-const torch_ops::Op swizzle_op("swizzle_scales", swizzle_kernel, swizzle_meta,
-                               torch_ops::skipped());
-const torch_ops::Op unswizzle_op("unswizzle_scales", unswizzle_kernel, unswizzle_meta,
-                                 torch_ops::skipped());
-const torch_ops::Op transpose_op("transpose_codes", transpose_kernel, transpose_meta,
-                                 torch_ops::skipped());
+const torch_ops::Op hadamard_op("hadamard", hadamard_kernel, torch_ops::refused());
+const torch_ops::Op swizzle_op("swizzle_scales", swizzle_kernel, torch_ops::skipped());
+const torch_ops::Op unswizzle_op("unswizzle_scales", unswizzle_kernel, torch_ops::skipped());
+const torch_ops::Op transpose_op("transpose_codes", transpose_kernel, torch_ops::skipped());
 
 }  // namespace
 

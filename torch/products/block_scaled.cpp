@@ -119,8 +119,6 @@ constinit const Engine kBlockScaled = {.name = "block_scaled",
                                        .does = "a GEMM of codes under block scales",
                                        .supports = block_scaled::supports,
                                        .takes = block_scaled::takes,
-                                       .reads_values = false,
-                                       .prepare = nullptr,
                                        .multiply = block_scaled::multiply};
 
 }  // namespace torch_ops
@@ -165,24 +163,19 @@ Parts as_parts(torch_ops::BlockScaledSide side) {
 Parts block_scaled_operand_kernel(const Tensor& codes, const Tensor& scale, const Tensor& amax,
                                   const std::string& text, c10::SymInt cols) {
   const Spec& spec = check_operand(codes, scale, amax, text, cols);
-  for (const Tensor* t : {&codes, &scale, &amax})
-    bridge::check_memory("block_scaled_operand", "codes, scale and amax", *t);
-  const at::AutoDispatchBelowADInplaceOrView below;
+  const bool is_meta = codes.is_meta();
   Tensor factor;
-  if (spec.has_tensor_amax()) factor = torch_ops::tensor_factor_of(spec, scale, amax);
-  return as_parts(torch_ops::block_scaled_side(spec, codes, scale, factor));
-}
-
-Parts block_scaled_operand_meta(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                                const std::string& text, c10::SymInt cols) {
-  const Spec& spec = check_operand(codes, scale, amax, text, cols);
-  const Tensor factor = at::empty({}, amax.options().dtype(at::kFloat));
+  if (is_meta) factor = at::empty({}, amax.options().dtype(at::kFloat));
+  for (const Tensor* t : {&codes, &scale, &amax})
+    if (!is_meta) bridge::check_memory("block_scaled_operand", "codes, scale and amax", *t);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  if (!is_meta && spec.has_tensor_amax()) factor = torch_ops::tensor_factor_of(spec, scale, amax);
   return as_parts(torch_ops::block_scaled_side(spec, codes, scale, factor));
 }
 
 }  // namespace
 
 const torch_ops::Op block_scaled_operand_op("block_scaled_operand", block_scaled_operand_kernel,
-                                            block_scaled_operand_meta, torch_ops::skipped());
+                                            torch_ops::skipped());
 
 }  // namespace minifloat

@@ -100,8 +100,6 @@ constinit const Engine kBlockScaledGrouped = {.name = "block_scaled_grouped",
                                               .is_grouped = true,
                                               .supports = block_scaled_grouped::supports,
                                               .takes = block_scaled_grouped::takes,
-                                              .reads_values = false,
-                                              .prepare = nullptr,
                                               .multiply = block_scaled_grouped::multiply};
 
 namespace block_scaled_grouped {
@@ -112,9 +110,9 @@ using Ints = std::vector<std::int64_t>;
 using Results = std::tuple<Tensor, Tensor, std::vector<Tensor>, Ints, Ints, std::vector<Tensor>,
                            Ints, Ints, Tensor>;
 
-Results operands_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax, const Tensor& b,
-                      const Tensor& b_scale, const Tensor& b_amax, const std::string& text,
-                      SymInt k, const Tensor& table, std::int64_t unit) {
+Results operands_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax,
+                        const Tensor& b, const Tensor& b_scale, const Tensor& b_amax,
+                        const std::string& text, SymInt k, const Tensor& table, std::int64_t unit) {
   const Product& product = bridge::parse_product(text);
   TORCH_CHECK_VALUE(supports(product, kBlackwell), kGroupedOperands,
                     ": expected both operands under MXFP8 in E4M3, MXFP4 or NVFP4, got ", text);
@@ -125,6 +123,9 @@ Results operands_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_am
   check_operands(kGroupedOperands, product, left, right, k, groups);
   for (const Tensor* t : {&a_scale, &a_amax, &b, &b_scale, &b_amax})
     bridge::check_same_device(kGroupedOperands, "an operand", *t, a);
+  for (const Tensor* t : {&a, &a_scale, &a_amax, &b, &b_scale, &b_amax, &table})
+    if (!a.is_meta()) bridge::check_memory(kGroupedOperands, "an operand", *t);
+  const at::AutoDispatchBelowADInplaceOrView below;
   Arguments made = arguments_of(product, left, right, length_of(k, groups), groups);
   const auto copy = [](const Tensor& t) { return t.clone(at::MemoryFormat::Contiguous); };
   return {copy(made.a.codes),
@@ -138,16 +139,7 @@ Results operands_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_am
           copy(made.ends)};
 }
 
-Results operands_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax,
-                        const Tensor& b, const Tensor& b_scale, const Tensor& b_amax,
-                        const std::string& text, SymInt k, const Tensor& table, std::int64_t unit) {
-  for (const Tensor* t : {&a, &a_scale, &a_amax, &b, &b_scale, &b_amax, &table})
-    bridge::check_memory(kGroupedOperands, "an operand", *t);
-  const at::AutoDispatchBelowADInplaceOrView below;
-  return operands_meta(a, a_scale, a_amax, b, b_scale, b_amax, text, std::move(k), table, unit);
-}
-
-const Op operands_op(kGroupedOperands, operands_kernel, operands_meta, skipped());
+const Op operands_op(kGroupedOperands, operands_kernel, skipped());
 
 }  // namespace block_scaled_grouped
 }  // namespace torch_ops

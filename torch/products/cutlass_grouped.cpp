@@ -59,8 +59,6 @@ constinit const Engine kCutlassGrouped = {.name = "cutlass_grouped",
                                           .is_grouped = true,
                                           .supports = cutlass_grouped::supports,
                                           .takes = cutlass_grouped::takes,
-                                          .reads_values = false,
-                                          .prepare = nullptr,
                                           .multiply = cutlass_grouped::multiply};
 
 }  // namespace minifloat::torch_ops

@@ -47,7 +47,6 @@ constinit const Engine kCutlassGroupedExact = {.name = "cutlass_grouped_exact",
                                                .supports = cutlass_grouped_exact::supports,
                                                .takes = cutlass_grouped_exact::takes,
                                                .reads_values = true,
-                                               .prepare = nullptr,
                                                .multiply = cutlass_grouped_exact::multiply};
 
 }  // namespace minifloat::torch_ops

@@ -79,12 +79,12 @@ struct Engine {
   bool (*takes)(const Product& product, int capability, const ProductShape& shape);
   // Whether the engine reads decoded values. A cast directly before the product then writes them
   // beside the codes.
-  bool reads_values;
+  bool reads_values = false;
   // Whether the engine reads FP4 codes as FP8 (Fp4AsFp8), and so as a cast may write them.
   bool reads_fp4_as_fp8 = false;
   // Returns codes in the form that the engine reads, for an operand of several products. Null: the
   // engine reads the output of a cast.
-  ProductInput (*prepare)(const Spec& spec, const Codes& codes, const c10::SymInt& cols);
+  ProductInput (*prepare)(const Spec& spec, const Codes& codes, const c10::SymInt& cols) = nullptr;
   // Returns a · bᵀ, (m, n), of any strides, or result.sum after adding a · bᵀ to it. Prepares
   // operands that are not prepared.
   Tensor (*multiply)(const ProductCall& call);

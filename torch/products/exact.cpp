@@ -40,6 +40,12 @@ ExactSide exact_side(const Spec& spec, const ProductInput& input, std::int64_t k
   return std::visit(Visitor{spec, k, groups}, input);
 }
 
+Tensor factor_of_both(const ExactSide& a, const ExactSide& b) {
+  if (a.factor && b.factor) return tensor_factor_of(*a.factor) * tensor_factor_of(*b.factor);
+  if (!a.factor && !b.factor) return Tensor();
+  return tensor_factor_of(a.factor ? *a.factor : *b.factor);
+}
+
 ProductInput prepare_exact(const Spec& spec, const Codes& codes, const c10::SymInt& cols) {
   return decoded_of(spec, codes, cols);
 }

@@ -21,6 +21,10 @@ struct ExactSide {
 ExactSide exact_side(const Spec& spec, const ProductInput& input, std::int64_t k,
                      const Groups& groups = {});
 
+// Returns the product of the pending factors of both operands, of wholes or of groups; undefined:
+// none.
+Tensor factor_of_both(const ExactSide& a, const ExactSide& b);
+
 // Returns the exact product of two matrices on the CPU.
 Tensor exact_product_on_cpu(const ExactSide& a, const ExactSide& b, const Result& result);
 

@@ -28,10 +28,7 @@ Tensor sums_of(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
 // Returns the pending factors of the sums (m, n), broadcastable.
 std::vector<Tensor> factors_of(const ExactSide& a, const ExactSide& b) {
   std::vector<Tensor> factors;
-  if (a.factor && b.factor)
-    factors.push_back(tensor_factor_of(*a.factor) * tensor_factor_of(*b.factor));
-  else if (a.factor || b.factor)
-    factors.push_back(tensor_factor_of(a.factor ? *a.factor : *b.factor));
+  if (a.factor || b.factor) factors.push_back(factor_of_both(a, b));
   if (a.row_factors.defined()) factors.push_back(a.row_factors.unsqueeze(1));
   if (b.row_factors.defined()) factors.push_back(b.row_factors.unsqueeze(0));
   return factors;

@@ -95,7 +95,6 @@ constinit const Engine kExactGroupedCpu = {
     .supports = exact_grouped_cpu::supports,
     .takes = takes_all,
     .reads_values = true,
-    .prepare = nullptr,
     .multiply = exact_grouped_cpu::multiply};
 
 }  // namespace minifloat::torch_ops

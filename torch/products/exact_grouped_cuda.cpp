@@ -69,13 +69,6 @@ Tensor sums_of(const Tensor& a, const Tensor& b, const Tensor& ends) {
   return at::_grouped_mm(to_dtype(a, dtype), to_dtype(b, dtype).transpose(-2, -1), ends);
 }
 
-// Returns the product of both tensor factors, (groups); undefined: none.
-Tensor group_factor(const ExactSide& a, const ExactSide& b) {
-  if (a.factor && b.factor) return tensor_factor_of(*a.factor) * tensor_factor_of(*b.factor);
-  if (!a.factor && !b.factor) return Tensor();
-  return tensor_factor_of(a.factor ? *a.factor : *b.factor);
-}
-
 // Multiplies sums by a factor, in place: computed in fp32 and rounded once more.
 void scale(Tensor& sums, const Tensor& factor) { at::mul_out(sums, sums, factor); }
 
@@ -84,7 +77,7 @@ Tensor multiply_rows(const ProductCall& call) {
                   b = exact_side(call.product.b, call.b, call.k);
   // Both grow to the same k.
   Tensor out = sums_of(aligned(a.values, -1), aligned(b.values, -1), ends_of(call.groups, 0));
-  const Tensor factor = group_factor(a, b);
+  const Tensor factor = factor_of_both(a, b);
   Tensor of_rows = a.row_factors;  // (M), with the factor of each row's group
   if (factor.defined() || b.row_factors.defined()) {
     const Tensor group = group_of_rows(call.groups, out.size(0));
@@ -112,7 +105,7 @@ Tensor multiply_columns(const ProductCall& call) {
   Tensor out = sums_of(left, right, ends_of(call.groups, is_padded ? call.groups.unit : 0))
                    .narrow(1, 0, a.values.size(0))
                    .narrow(2, 0, b.values.size(0));
-  const Tensor factor = group_factor(a, b);
+  const Tensor factor = factor_of_both(a, b);
   if (factor.defined()) scale(out, factor.reshape({-1, 1, 1}));
   if (a.row_factors.defined()) scale(out, a.row_factors.unsqueeze(2));
   if (b.row_factors.defined()) scale(out, b.row_factors.unsqueeze(1));
@@ -131,7 +124,6 @@ constinit const Engine kExactGroupedCuda = {.name = "exact_grouped",
                                             .supports = exact_grouped_cuda::supports,
                                             .takes = takes_all,
                                             .reads_values = true,
-                                            .prepare = nullptr,
                                             .multiply = exact_grouped_cuda::multiply};
 
 }  // namespace minifloat::torch_ops

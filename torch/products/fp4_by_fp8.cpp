@@ -51,7 +51,6 @@ constinit const Engine kFp4ByFp8 = {
     .does = "an FP8 GEMM of the same values: E4M3 holds FP4 under power-of-two scales",
     .supports = fp4_by_fp8::supports,
     .takes = takes_rows,
-    .reads_values = false,
     .reads_fp4_as_fp8 = true,
     .prepare = fp4_by_fp8::prepare,
     .multiply = fp4_by_fp8::multiply};

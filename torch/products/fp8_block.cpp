@@ -83,8 +83,6 @@ constinit const Engine kFp8Block = {.name = "fp8_block",
                                     .does = "an FP8 GEMM with scales of blocks of 128",
                                     .supports = fp8_block::supports,
                                     .takes = fp8_block::takes,
-                                    .reads_values = false,
-                                    .prepare = nullptr,
                                     .multiply = fp8_block::multiply};
 
 }  // namespace minifloat::torch_ops

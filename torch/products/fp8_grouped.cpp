@@ -45,8 +45,6 @@ constinit const Engine kFp8Grouped = {.name = "fp8_grouped",
                                       .is_grouped = true,
                                       .supports = fp8_grouped::supports,
                                       .takes = takes_grouped_codes,
-                                      .reads_values = false,
-                                      .prepare = nullptr,
                                       .multiply = fp8_grouped::multiply};
 
 }  // namespace minifloat::torch_ops

@@ -24,8 +24,6 @@ constinit const Engine kFp8Row = {.name = "fp8_row",
                                   .does = "an FP8 GEMM with a scale a row",
                                   .supports = fp8_row::supports,
                                   .takes = takes_rows,
-                                  .reads_values = false,
-                                  .prepare = nullptr,
                                   .multiply = fp8_row::multiply};
 
 }  // namespace minifloat::torch_ops

@@ -25,8 +25,6 @@ constinit const Engine kFp8Tensor = {.name = "fp8_tensor",
                                      .does = "an FP8 GEMM with a scale a tensor",
                                      .supports = fp8_tensor::supports,
                                      .takes = fp8_tensor::takes,
-                                     .reads_values = false,
-                                     .prepare = nullptr,
                                      .multiply = fp8_tensor::multiply};
 
 }  // namespace minifloat::torch_ops

@@ -98,7 +98,7 @@ void check_input(const char* name, const Spec& spec, const ProductInput& input,
                 scale_count(spec, *elements, rows, sizes), " scales of ", scale_dtype(spec));
   else if (std::holds_alternative<Fp4AsFp8>(input) || (has_row_factors(spec) && !spec.has_blocks()))
     check_row_numbers(name, spec, *scale, rows, sizes, " row scales of ");
-  if (spec.has_row_amax() && spec.has_blocks())
+  if (spec.has_outer_row_amax())
     check_row_numbers(name, spec, *amax, rows, sizes, " row amaxes of ");
   check_tensor_factor("scaled_mm", name, spec, *scale, *amax,
                       sizes.matrices.value_or(sizes.groups.value_or(SymInt(1))));

@@ -172,33 +172,22 @@ void check_memory(const InputTensors& a, const InputTensors& b, const std::optio
   });
 }
 
-Tensor scaled_mm_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax, const Tensor& b,
-                      const Tensor& b_scale, const Tensor& b_amax, const std::string& text,
-                      SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype,
-                      const std::optional<Tensor>& table, std::int64_t unit, bool) {
-  const Product& product = bridge::parse_product(text);
-  const Groups groups = {table, unit};
-  check_product(product, input_of(product.a, a, a_scale, a_amax),
-                input_of(product.b, b, b_scale, b_amax), k, {bias, out_dtype}, groups);
-  check_devices({&a, &a_scale, &a_amax}, {&b, &b_scale, &b_amax}, bias);
-  return at::empty_symint(result_shape(a, b, groups), a.options().dtype(out_dtype));
-}
-
 Tensor scaled_mm_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax,
                         const Tensor& b, const Tensor& b_scale, const Tensor& b_amax,
                         const std::string& text, SymInt k, const std::optional<Tensor>& bias,
                         at::ScalarType out_dtype, const std::optional<Tensor>& table,
                         std::int64_t unit, bool zeroes_tail) {
   const Groups groups = {table, unit};
-  const PlannedProduct planned =
-      plan_product(bridge::parse_product(text), text, a.device(), table.has_value());
-  const Product& product = planned.product;
+  const Product& product = bridge::parse_product(text);
   const ProductInput left = input_of(product.a, a, a_scale, a_amax),
                      right = input_of(product.b, b, b_scale, b_amax);
   const InputTensors of_a = {&a, &a_scale, &a_amax}, of_b = {&b, &b_scale, &b_amax};
   check_product(product, left, right, k, {bias, out_dtype}, groups);
   check_devices(of_a, of_b, bias);
+  if (a.is_meta())
+    return at::empty_symint(result_shape(a, b, groups), a.options().dtype(out_dtype));
   check_memory(of_a, of_b, bias);
+  const PlannedProduct planned = plan_product(product, text, a.device(), table.has_value());
   const at::AutoDispatchBelowADInplaceOrView below;  // layers/linear.cpp differentiates
   return multiply(planned, left, right, k.guard_int(__FILE__, __LINE__), {bias, out_dtype}, groups,
                   zeroes_tail);
@@ -224,31 +213,25 @@ void check_sum_of_product(const Product& product, const ProductInput& a, const P
   check_sum(sum, tensors_of(a), tensors_of(b));
 }
 
-void add_scaled_mm_meta(const Tensor& sum, const Tensor& a, const Tensor& a_scale,
-                        const Tensor& a_amax, const Tensor& b, const Tensor& b_scale,
-                        const Tensor& b_amax, const std::string& text, SymInt k) {
-  const Product& product = bridge::parse_product(text);
-  check_sum_of_product(product, input_of(product.a, a, a_scale, a_amax),
-                       input_of(product.b, b, b_scale, b_amax), k, sum);
-}
-
 void add_scaled_mm_kernel(const Tensor& sum, const Tensor& a, const Tensor& a_scale,
                           const Tensor& a_amax, const Tensor& b, const Tensor& b_scale,
                           const Tensor& b_amax, const std::string& text, SymInt k) {
-  const PlannedProduct planned = plan_product(bridge::parse_product(text), text, a.device());
-  const ProductInput left = input_of(planned.product.a, a, a_scale, a_amax),
-                     right = input_of(planned.product.b, b, b_scale, b_amax);
-  check_sum_of_product(planned.product, left, right, k, sum);
+  const Product& product = bridge::parse_product(text);
+  const ProductInput left = input_of(product.a, a, a_scale, a_amax),
+                     right = input_of(product.b, b, b_scale, b_amax);
+  check_sum_of_product(product, left, right, k, sum);
+  if (sum.is_meta()) return;
   check_memory({&a, &a_scale, &a_amax}, {&b, &b_scale, &b_amax}, std::nullopt);
   bridge::check_memory(kAdd, "sum", sum);
+  const PlannedProduct planned = plan_product(product, text, a.device());
   const at::AutoDispatchBelowADInplaceOrView below;
   multiply_add(planned, left, right, k.guard_int(__FILE__, __LINE__), sum);
 }
 
 // Neither op has a derivative of its own: a backward pass or a tangent through it raises.
 // layers/linear.cpp has the derivatives of layers.
-const Op scaled_mm_op("scaled_mm", scaled_mm_kernel, scaled_mm_meta, refused());
-const Op add_scaled_mm_op(kAdd, add_scaled_mm_kernel, add_scaled_mm_meta, refused());
+const Op scaled_mm_op("scaled_mm", scaled_mm_kernel, refused());
+const Op add_scaled_mm_op(kAdd, add_scaled_mm_kernel, refused());
 
 }  // namespace
 

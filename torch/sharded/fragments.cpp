@@ -55,6 +55,8 @@ void append_copies(std::vector<Copy>& copies, std::size_t index, const Tensor& f
 void merge_fragments_kernel(const Tensor& gathered, TensorList flat_codes, at::IntArrayRef layout,
                             std::int64_t ranks) {
   constexpr const char* kOp = "merge_fragments";
+  bridge::check_one_device(kOp, {gathered, flat_codes});
+  if (gathered.is_meta()) return;
   check_ranks(kOp, ranks);
   const auto stride = static_cast<std::size_t>(1 + 2 * ranks);
   TORCH_CHECK_VALUE(layout.size() == flat_codes.size() * stride + 1, kOp, ": expected a layout of ",
@@ -68,7 +70,6 @@ void merge_fragments_kernel(const Tensor& gathered, TensorList flat_codes, at::I
   const auto* shard_codes = gathered.const_data_ptr<std::uint8_t>();
   std::vector<Copy> copies;
   for (std::size_t i = 0; i < flat_codes.size(); ++i) {
-    bridge::check_same_device(kOp, "flat codes", flat_codes[i], gathered);
     TORCH_CHECK_VALUE(flat_codes[i].is_contiguous() && flat_codes[i].scalar_type() == at::kByte,
                       kOp, ": expected contiguous uint8 flat codes, got ",
                       flat_codes[i].scalar_type());
@@ -143,13 +144,8 @@ std::vector<std::int64_t> fragment_layout(const Texts& specs, at::IntArrayRef co
   return layout;
 }
 
-void merge_fragments_meta(const Tensor& gathered, TensorList flat_codes, at::IntArrayRef,
-                          std::int64_t) {
-  bridge::check_one_device("merge_fragments", {gathered, flat_codes});
-}
-
 const torch_ops::Op merge_fragments_op("merge_fragments", merge_fragments_kernel,
-                                       merge_fragments_meta, torch_ops::skipped());
+                                       torch_ops::skipped());
 
 }  // namespace
 

@@ -47,17 +47,14 @@ void check_rows(const Tensor& x, const std::string& text, const std::optional<Te
   if (rng) bridge::check_rng(kQuantizeMessages, *rng, x);
 }
 
-Tensor quantize_messages_meta(const Tensor& x, const std::string& spec,
-                              const std::optional<Tensor>& rng, std::int64_t) {
-  check_rows(x, spec, rng);
-  const std::int64_t bytes = message_bytes(spec, x.sym_size(1).guard_int(__FILE__, __LINE__));
-  return at::empty_symint({x.sym_size(0), SymInt(bytes)}, x.options().dtype(at::kByte));
-}
-
-Tensor quantize_messages_kernel(const Tensor& x, const std::string& spec,
+Tensor quantize_messages_kernel(const Tensor& x, const std::string& text,
                                 const std::optional<Tensor>& rng, std::int64_t stream) {
+  check_rows(x, text, rng);
+  const Spec& spec = bridge::parse_spec(text);
+  const std::int64_t bytes = message_bytes(text, x.sym_size(1).guard_int(__FILE__, __LINE__));
+  if (x.is_meta())
+    return at::empty_symint({x.sym_size(0), SymInt(bytes)}, x.options().dtype(at::kByte));
   const TensorRef in = bridge::tensor_ref(kQuantizeMessages, x);
-  check_rows(x, spec, rng);
   Random random;
   Tensor state;
   if (rng) {
@@ -66,17 +63,16 @@ Tensor quantize_messages_kernel(const Tensor& x, const std::string& spec,
     random = {state.const_data_ptr<std::int64_t>(), static_cast<int>(state.size(0)),
               static_cast<std::uint64_t>(stream)};
   }
-  const Tensor messages =
-      torch_ops::direct_empty(x, {x.size(0), message_bytes(spec, x.size(1))}, at::kByte);
+  const Tensor messages = torch_ops::direct_empty(x, {x.size(0), bytes}, at::kByte);
   bridge::with_value_errors([&] {
-    quantize_messages(in, bridge::parse_spec(spec), random,
-                      messages.mutable_data_ptr<std::uint8_t>(), bridge::ExecutionOn(x));
+    quantize_messages(in, spec, random, messages.mutable_data_ptr<std::uint8_t>(),
+                      bridge::ExecutionOn(x));
   });
-  clear_padding(messages, bridge::parse_spec(spec), x.size(1));
+  clear_padding(messages, spec, x.size(1));
   return messages;
 }
 
-void sum_messages_meta(const Tensor& messages, const std::string&, const Tensor& out) {
+void sum_messages_kernel(const Tensor& messages, const std::string& spec, const Tensor& out) {
   TORCH_CHECK_VALUE(messages.scalar_type() == at::kByte && messages.dim() == 2, kSumMessages,
                     ": expected messages as uint8 (ranks, bytes), got ", messages.scalar_type(),
                     " ", messages.sym_sizes());
@@ -84,10 +80,7 @@ void sum_messages_meta(const Tensor& messages, const std::string&, const Tensor&
   TORCH_CHECK_VALUE(out.dim() == 1, kSumMessages, ": expected out (cols), got ", out.dim(),
                     " dimensions");
   bridge::check_one_device(kSumMessages, {{messages}, {out}});
-}
-
-void sum_messages_kernel(const Tensor& messages, const std::string& spec, const Tensor& out) {
-  sum_messages_meta(messages, spec, out);
+  if (out.is_meta()) return;
   const std::int64_t cols = out.size(0), ranks = messages.size(0);
   bridge::check_sizes(kSumMessages, "messages", messages);
   bridge::check_bytes(kSumMessages, "messages", messages, ranks * message_bytes(spec, cols));
@@ -105,9 +98,8 @@ void sum_messages_kernel(const Tensor& messages, const std::string& spec, const 
 }
 
 const torch_ops::Op quantize_messages_op(kQuantizeMessages, quantize_messages_kernel,
-                                         quantize_messages_meta, torch_ops::skipped());
-const torch_ops::Op sum_messages_op(kSumMessages, sum_messages_kernel, sum_messages_meta,
-                                    torch_ops::skipped());
+                                         torch_ops::skipped());
+const torch_ops::Op sum_messages_op(kSumMessages, sum_messages_kernel, torch_ops::skipped());
 
 }  // namespace
 

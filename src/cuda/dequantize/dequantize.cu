@@ -158,7 +158,7 @@ DecodeArgs args_of(const Quantized& q, const float* factor, void* out, std::int6
   args.rule = spec.rule;
   args.is_scaled_after_product = !factor && is_scaled_after_product(spec.rule, spec.scale_rounding);
   args.codes = q.codes, args.scale = q.scale, args.factor = factor, args.out = out;
-  args.has_factors_of_rows = spec.has_row_amax() && spec.has_blocks();
+  args.has_factors_of_rows = spec.has_outer_row_amax();
   args.padded = static_cast<std::uint32_t>(padded);
   args.pitch = static_cast<std::uint32_t>(pitch);
   args.rows = static_cast<std::uint32_t>(q.rows);
