@@ -1,4 +1,4 @@
-// Raises histories (ops/history.h) to current amaxes that the kernel of a cast does not raise:
+// Raises histories (ops/history.h) to current amaxes that the cast itself does not raise:
 // those that several layers share, of ranks, of values that a kernel computes, and of a caller's
 // codes.
 #pragma once

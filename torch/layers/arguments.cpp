@@ -33,9 +33,10 @@ void check_layer(const Tensor& x, const Tensor& weight, const std::optional<Tens
 
 }  // namespace
 
-Needs::Needs(const Tensor& x, const Layers& layers) : Needs(x.requires_grad(), layers) {}
+NeededGradients::NeededGradients(const Tensor& x, const Layers& layers)
+    : NeededGradients(x.requires_grad(), layers) {}
 
-Needs::Needs(bool needs_dx, const Layers& layers) {
+NeededGradients::NeededGradients(bool needs_dx, const Layers& layers) {
   const bool on = at::GradMode::is_enabled();
   dx = on && needs_dx;
   for (const Tensor& w : layers.weights) dw.push_back(on && w.requires_grad());
@@ -43,7 +44,7 @@ Needs::Needs(bool needs_dx, const Layers& layers) {
   for (const bool needed : dw) any_dw = any_dw || needed;
 }
 
-bool Needs::any() const {
+bool NeededGradients::any() const {
   bool any_db = false;
   for (const bool needed : db) any_db = any_db || needed;
   return dx || any_dw || any_db;

@@ -1,5 +1,6 @@
 // The layers of one call of linear, linear_group, linear_sharded or mlp, which gradients they need,
-// and their checks. layer_call.h reads them from an op's arguments.
+// and their checks. layer_call.h reads them from an op's arguments. A product of experts is one
+// such layer, whose rows lie in groups (grouped_mm.cpp).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -79,14 +80,14 @@ struct Layers {
 };
 
 // The gradients that autograd needs.
-struct Needs {
+struct NeededGradients {
   bool dx = false;
   bool any_dw = false;
   std::vector<bool> dw, db;
 
-  Needs() = default;
-  Needs(const Tensor& x, const Layers& layers);
-  Needs(bool dx, const Layers& layers);
+  NeededGradients() = default;
+  NeededGradients(const Tensor& x, const Layers& layers);
+  NeededGradients(bool dx, const Layers& layers);
   bool any() const;
 };
 

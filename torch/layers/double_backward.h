@@ -1,4 +1,4 @@
-// Errors of second derivatives through quantized products.
+// Makes second derivatives through quantized products raise.
 #pragma once
 
 #include <torch/csrc/autograd/function.h>

@@ -45,7 +45,7 @@ Rows quantize_hidden(const Experts& experts, const RowOrder& order, const GateAn
   // The product refuses 2D blocks.
   if ((rowwise && reads_values(kFpropX)) || (columnwise && reads_values(kWgradX)))
     return {activation(of), {}};
-  ModuleState state;
+  CastContext state;
   if (!output.rng.empty()) state.rng = output.rng[0];
   if (!output.history.empty()) state.history = output.history[0];
   state.stream = output.stream;

@@ -29,8 +29,9 @@ bool has_adjacent_columns(const Tensor& t) {
   return (t.sym_stride(-1) == 1 || t.sym_size(-1) == 1) && t.sym_stride(-2) >= t.sym_size(-1);
 }
 
-Directions quantize_expert_weights(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,
-                                   const Needed& col, const ModuleState& state) {
+Directions quantize_expert_weights(const PreparedRecipe& recipe, const Tensor& w,
+                                   const OperandUse& row, const OperandUse& col,
+                                   const CastContext& state) {
   if (has_adjacent_columns(w)) return quantize_both(recipe, w, row, col, state);
   if (recipe.specs[kDgradW].is_of_forward() && col.is_needed) {
     Directions out = quantize_expert_weights(recipe, w, {kFpropW}, {kDgradW, false}, state);

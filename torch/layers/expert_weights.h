@@ -1,5 +1,5 @@
-// The weights of experts, W (E, N, K), whose rows or columns are adjacent in memory. Neither is
-// copied; any other layout is. All give the same bytes.
+// The transposes and the casts of experts' weights, W (E, N, K), whose rows or columns are adjacent
+// in memory. Neither is copied; any other layout is. All give the same bytes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -16,7 +16,8 @@ Tensor transposed_matrices(const Tensor& t);
 bool has_adjacent_columns(const Tensor& t);
 
 // Quantizes W rowwise for fprop and columnwise for dgrad.
-Directions quantize_expert_weights(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,
-                                   const Needed& col, const ModuleState& state);
+Directions quantize_expert_weights(const PreparedRecipe& recipe, const Tensor& w,
+                                   const OperandUse& row, const OperandUse& col,
+                                   const CastContext& state);
 
 }  // namespace minifloat::torch_ops

@@ -48,7 +48,7 @@ Layers layer_of(const GroupedCall& call, const Tensor& b) {
           .groups = std::move(groups)};
 }
 
-ForwardPass pass_of(const GroupedCall& call, const Layers& layer, const Needs& needs,
+ForwardPass pass_of(const GroupedCall& call, const Layers& layer, const NeededGradients& needs,
                     const Tensor& a, variable_list* saved) {
   return {.prepared = call.recipe,
           .layers = layer,
@@ -75,7 +75,7 @@ struct GivenGradient {
 };
 
 // Sets the amaxes that the gradient's casts take, from those of its rows and of its columns.
-void set_gradient_amaxes(const PreparedRecipe& recipe, const GivenGradient& g, ModuleState& state) {
+void set_gradient_amaxes(const PreparedRecipe& recipe, const GivenGradient& g, CastContext& state) {
   if (!g.amax_of_rows.defined()) return;
   Tensor of_groups;
   const auto amax_for = [&](Place place, const Tensor& of_lines) -> std::optional<Tensor> {
@@ -95,7 +95,8 @@ void set_gradient_amaxes(const PreparedRecipe& recipe, const GivenGradient& g, M
 class GradientOfGroups {
  public:
   // rows: of y
-  GradientOfGroups(const SavedLayers& layer, const Needs& needs, GivenGradient given, SymInt rows)
+  GradientOfGroups(const SavedLayers& layer, const NeededGradients& needs, GivenGradient given,
+                   SymInt rows)
       : layer_(layer), rows_(std::move(rows)), device_(given.values.device()) {
     const PreparedRecipe& recipe = layer.recipe;
     const Tensor& table = layer.groups->table;
@@ -109,7 +110,7 @@ class GradientOfGroups {
       codes = prequantized_both(recipe, kGroupedMm, "g_operands", given.operands, g, rows_, row_,
                                 {kWgradG, false}, table.sym_size(1) - 1)
                   .first;
-    ModuleState state = layer.state_of_rows(0);
+    CastContext state = layer.state_of_rows(0);
     state.groups.rows_from = given.rows_from;
     set_gradient_amaxes(recipe, given, state);
     of_g_ = quantize_both(recipe, g, {kDgradG, row_.is_needed && !has_codes, row_.decoded}, col_,
@@ -133,14 +134,15 @@ class GradientOfGroups {
   const SavedLayers& layer_;
   SymInt rows_;
   at::Device device_;
-  Needed row_, col_;
+  OperandUse row_, col_;
   Directions of_g_;
   Tensor bias_;
 };
 
 // Reads A and W, three saved tensors each, the table of groups and the numbers of the rows.
 struct SavedGroups : LayerState {
-  SavedGroups(const Tensor& a, const Layers& of, const PreparedRecipe& recipe, Needs needed)
+  SavedGroups(const Tensor& a, const Layers& of, const PreparedRecipe& recipe,
+              NeededGradients needed)
       : LayerState(kGroupedMm, recipe),
         layer(of, recipe, a.scalar_type()),
         needs(std::move(needed)) {
@@ -165,7 +167,7 @@ struct SavedGroups : LayerState {
   }
 
   SavedLayers layer;
-  Needs needs;
+  NeededGradients needs;
 };
 
 }  // namespace
@@ -179,7 +181,7 @@ Tensor multiply_groups(const Tensor& a, const Tensor& b, const Tensor& offs,
   check_no_tangent(kGroupedMm, "B", b);
   for (const Tensor& bias : call.bias) check_no_tangent(kGroupedMm, "bias", bias);
   Layers layer = layer_of(call, b);
-  const Needs needs(a, layer);
+  const NeededGradients needs(a, layer);
   const auto multiply = [&](variable_list* saved) {
     layer.groups->table = table_of(call, offs, a.sym_size(0));
     Tensor y = multiply_by_weights(pass_of(call, layer, needs, a, saved), kGroupedMm, a).front();
@@ -223,7 +225,7 @@ GroupedGradients group_gradients(Tensor grad, const Tensor& a, const Tensor& b, 
   TORCH_CHECK_VALUE(!call.bias.empty() || !needed[2], kGroupedMm,
                     ": expected bias, whose gradient is needed, got none");
   const at::AutoDispatchBelowADInplaceOrView below;
-  Needs needs;
+  NeededGradients needs;
   needs.dx = needed[0], needs.any_dw = needed[1], needs.dw = {needed[1]}, needs.db = {needed[2]};
   Layers layer = layer_of(call, b);
   layer.groups->table = table_of(call, offs, a.sym_size(0));

@@ -19,7 +19,7 @@ using namespace torch_ops;
 
 void check_operands(const Tensor& x, const std::string& of, const std::optional<Tensor>& history,
                     const PreparedRecipe& recipe, const Sharding& sharding,
-                    std::initializer_list<Needed> operands, const Groups& of_rows) {
+                    std::initializer_list<OperandUse> operands, const Groups& of_rows) {
   const std::optional<Tensor>& groups = of_rows.table;
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.layout() == at::kStrided && !x.is_nested(),
                     "layer_operands: expected x as a dense tensor (…, K), got ", x.layout(), " of ",
@@ -34,7 +34,7 @@ void check_operands(const Tensor& x, const std::string& of, const std::optional<
   if (is_experts) experts = x.sym_size(0);
   if (groups) experts = groups->sym_size(1) - 1;
   if (history) check_history("layer_operands", *history, x, experts);
-  for (const Needed& needed : operands) {
+  for (const OperandUse& needed : operands) {
     const Spec& spec = recipe.spec_of_codes(needed.place);
     if (!needed.is_needed) continue;
     TORCH_CHECK_VALUE(!spec.stochastic, "layer_operands: ", spec.str(),
@@ -48,7 +48,7 @@ void check_operands(const Tensor& x, const std::string& of, const std::optional<
 // that a later cast takes, or is bf16. Values that a product reads come without codes, also from a
 // cast that writes both.
 void append(std::vector<Tensor>& list, const PreparedRecipe& recipe, const QuantizedOperand& o,
-            const Needed& needed, const Tensor& x) {
+            const OperandUse& needed, const Tensor& x) {
   const bool is_absent = !needed.is_needed || recipe.reads_values(needed.place);
   const auto push = [&](const Tensor& t, at::ScalarType dtype) {
     list.push_back(!is_absent && t.defined() ? t : at::empty({0}, x.options().dtype(dtype)));
@@ -60,7 +60,7 @@ void append(std::vector<Tensor>& list, const PreparedRecipe& recipe, const Quant
 }
 
 // Replaces rowwise codes by the form that the product's engine reads.   k: of the rows
-void prepare_codes(const PlannedProduct& fprop, const PreparedRecipe& recipe, const Needed& row,
+void prepare_codes(const PlannedProduct& fprop, const PreparedRecipe& recipe, const OperandUse& row,
                    const SymInt& k, QuantizedOperand& operand) {
   if (!row.is_needed || row.decoded || recipe.specs[row.place].is_bf16()) return;
   const ProductInput read =
@@ -71,7 +71,7 @@ void prepare_codes(const PlannedProduct& fprop, const PreparedRecipe& recipe, co
 }
 
 std::vector<Tensor> list_of_both(const PreparedRecipe& recipe, const Directions& both,
-                                 const Needed& row, const Needed& col, const Tensor& x) {
+                                 const OperandUse& row, const OperandUse& col, const Tensor& x) {
   std::vector<Tensor> list;
   append(list, recipe, both.first, row, x);
   append(list, recipe, both.second, col, x);
@@ -96,12 +96,13 @@ std::vector<Tensor> layer_operands_kernel(
   const PlannedProduct fprop =
       plan_product(recipe.recipe.fprop, recipe.fprop, x.device(), groups.has_value());
   const Sharding sharding{group, rank, ranks, weight_dim, token_dim};
-  const Needed row = {is_x ? kFpropX : kFpropW, rowwise,
-                      is_x && !is_sharded && fprop.reads_values() && !recipe.keeps_codes(kFpropX)};
-  const Needed col = {is_x ? kWgradX : kDgradW, columnwise};
+  const OperandUse row = {
+      is_x ? kFpropX : kFpropW, rowwise,
+      is_x && !is_sharded && fprop.reads_values() && !recipe.keeps_codes(kFpropX)};
+  const OperandUse col = {is_x ? kWgradX : kDgradW, columnwise};
   check_operands(x, of, amax_history, recipe, sharding, {row, col}, {groups, 0, rows_from});
   const at::AutoDispatchBelowADInplaceOrView below;
-  ModuleState state;
+  CastContext state;
   state.returns_amaxes = true;
   if (amax_history) state.history = *amax_history;
   if (is_sharded) state.sharding = &sharding;
@@ -132,7 +133,7 @@ std::vector<Tensor> swiglu_operands_kernel(
   check_swiglu(of);  // also where no direction is cast
   if (groups) bridge::check_memory_if_real(kOp, "groups", *groups);
   if (row_ids) bridge::check_memory_if_real(kOp, "row_ids", *row_ids);
-  ModuleState state;
+  CastContext state;
   if (rng) state.rng = *rng;
   if (amax_history) state.history = *amax_history;
   state.stream = stream;
@@ -161,11 +162,11 @@ namespace torch_ops {
 
 std::vector<Tensor> operands_of_values(const char* op, const PreparedRecipe& recipe,
                                        const Tensor& like, bool rowwise, bool columnwise,
-                                       const ModuleState& state) {
+                                       const CastContext& state) {
   const std::optional<Tensor>& groups = state.groups.table;
   const PlannedProduct fprop =
       plan_product(recipe.recipe.fprop, recipe.fprop, like.device(), groups.has_value());
-  const Needed row{kFpropX, rowwise, fprop.reads_values() && !recipe.keeps_codes(kFpropX)},
+  const OperandUse row{kFpropX, rowwise, fprop.reads_values() && !recipe.keeps_codes(kFpropX)},
       col{kWgradX, columnwise};
   std::optional<SymInt> experts;
   if (groups) experts = groups->sym_size(1) - 1;
@@ -174,7 +175,7 @@ std::vector<Tensor> operands_of_values(const char* op, const PreparedRecipe& rec
     bridge::check_rng(op, state.rng, like);
     bridge::check_memory_if_real(op, "rng", state.rng);
   }
-  for (const Needed& needed : {row, col}) {
+  for (const OperandUse& needed : {row, col}) {
     const Spec& spec = recipe.spec_of_codes(needed.place);
     if (!needed.is_needed) continue;
     TORCH_CHECK_VALUE(!spec.stochastic || state.rng.defined(), op, ": ", spec.str(),
@@ -189,7 +190,7 @@ std::vector<Tensor> operands_of_values(const char* op, const PreparedRecipe& rec
 }
 
 std::vector<Tensor> operands_of_swiglu(const ActivationArguments& of, const PreparedRecipe& recipe,
-                                       bool rowwise, bool columnwise, ModuleState state) {
+                                       bool rowwise, bool columnwise, CastContext state) {
   if (of.groups) state.groups = {of.groups, wgrad_unit(recipe)};
   state.cast = [&](const std::string& r, const std::string& c, const QuantizeOptions& options) {
     return quantize_activation(of, r, c, options);
@@ -202,7 +203,7 @@ std::vector<Tensor> operands_of_rows(const PreparedRecipe& recipe, const Tensor&
   constexpr const char* kOp = "layer_operands";
   bridge::check_value_dtype(kOp, "x", x);
   check_groups(kOp, groups, x);
-  ModuleState state;
+  CastContext state;
   state.groups = {groups.table, wgrad_unit(recipe), groups.rows_from};
   if (amax.defined()) state.amax = amax;
   return operands_of_values(kOp, recipe, as_matrix(kOp, "x", x), rowwise, columnwise, state);

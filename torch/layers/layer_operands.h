@@ -1,6 +1,7 @@
 // Operands that are cast before the op of the layer that reads them, for caches, inputs that layers
 // share and experts: of x, or of values that a kernel computes and casts at once. They are the
-// eight tensors that the op layer_operands returns. A layer without them casts in passes.cpp.
+// eight tensors that the op layer_operands returns. A layer without them casts in its own op
+// (operands.h).
 #pragma once
 
 #include <vector>
@@ -21,10 +22,10 @@ std::vector<Tensor> operands_of_rows(const PreparedRecipe& recipe, const Tensor&
 // reads the values themselves.   op: for errors
 std::vector<Tensor> operands_of_values(const char* op, const PreparedRecipe& recipe,
                                        const Tensor& like, bool rowwise, bool columnwise,
-                                       const ModuleState& state);
+                                       const CastContext& state);
 
 // Returns those of swiglu's result. state: of the product that reads it; its groups are of's
 std::vector<Tensor> operands_of_swiglu(const ActivationArguments& of, const PreparedRecipe& recipe,
-                                       bool rowwise, bool columnwise, ModuleState state);
+                                       bool rowwise, bool columnwise, CastContext state);
 
 }  // namespace minifloat::torch_ops

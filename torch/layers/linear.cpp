@@ -33,10 +33,10 @@ using variable_list = std::vector<Tensor>;
 
 // Runs the forward pass.
 //   saved: what LinearState::gradients reads; null where no gradient is needed
-//   left: takes current amaxes instead of the histories, or null
+//   deferred_amaxes: takes current amaxes instead of the histories, or null
 std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
-                                 const PreparedRecipe& prepared, const Needs& needs,
-                                 variable_list* saved, CurrentAmaxes* left) {
+                                 const PreparedRecipe& prepared, const NeededGradients& needs,
+                                 variable_list* saved, CurrentAmaxes* deferred_amaxes) {
   const ForwardPass pass = {.prepared = prepared,
                             .layers = layers,
                             .needs = needs,
@@ -44,7 +44,7 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
                             .out_dtype = x.scalar_type(),
                             .k = x.sym_size(-1),
                             .saved = saved,
-                            .left = left};
+                            .deferred_amaxes = deferred_amaxes};
   std::vector<Tensor> outputs = multiply_by_weights(pass, "linear", x);
   for (Tensor& y : outputs) y = as_output(std::move(y), x, layers.shards.sharding);
   return outputs;
@@ -54,13 +54,13 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
 class LinearState : public LayerState {
  public:
   LinearState(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe,
-              const Needs& needs, CurrentAmaxes left)
+              const NeededGradients& needs, CurrentAmaxes deferred_amaxes)
       : LayerState("linear", recipe),
         layers_(layers, recipe, x.scalar_type()),
         x_shape_(x.sym_sizes().vec()),
         needs_(needs),
         gathered_(layers.shards.gathered),
-        left_(std::move(left)) {
+        deferred_amaxes_(std::move(deferred_amaxes)) {
     add_rng(layers.rng);
     add_histories(layers.histories);
   }
@@ -68,7 +68,7 @@ class LinearState : public LayerState {
   // Returns the gradients of x, weights and biases.
   variable_list gradients(const variable_list& saved, const variable_list& grads) const override {
     const std::size_t n = grads.size();
-    raise(left_);
+    raise(deferred_amaxes_);
     variable_list out(1 + n + layers_.bias_dtypes.size());
     const bool is_cut = layers_.sharding && layers_.sharding->token_dim;
     ProductInput x = is_cut ? ProductInput() : saved_input(layers_, saved, 0, kWgradX);
@@ -106,8 +106,8 @@ class LinearState : public LayerState {
     const SymInt m = g.sym_size(0), n = g.sym_size(1);
     const PlannedProduct dgrad = layers.dgrad(g.device()), wgrad = layers.wgrad(g.device());
     const Sharding* sharding = layers.sharding ? &*layers.sharding : nullptr;
-    const Needed row{kDgradG, needs_.dx, !sharding && dgrad.reads_values()};
-    const Needed col{kWgradG, needs_.dw[i], !sharding && wgrad.reads_values()};
+    const OperandUse row{kDgradG, needs_.dx, !sharding && dgrad.reads_values()};
+    const OperandUse col{kWgradG, needs_.dw[i], !sharding && wgrad.reads_values()};
     LayerGradients out;
     Directions of_g = quantize_both(recipe(), g, row, col, layers.state_of_rows(i));
     const bool is_cut = sharding && sharding->token_dim;
@@ -131,9 +131,9 @@ class LinearState : public LayerState {
 
   SavedLayers layers_;
   std::vector<SymInt> x_shape_;
-  Needs needs_;
+  NeededGradients needs_;
   c10::intrusive_ptr<GatheredInput> gathered_;
-  CurrentAmaxes left_;  // of the forward pass
+  CurrentAmaxes deferred_amaxes_;  // of the forward pass
 };
 
 std::vector<Tensor> linear_group_kernel(const LayerCall& call) {
@@ -146,7 +146,7 @@ std::vector<Tensor> linear_group_kernel(const LayerCall& call) {
   for (const Tensor& b : layers.biases) check_no_tangent("linear", "bias", b);
   const std::vector<Tensor> codes = cached_codes(call);
   if (!codes.empty()) layers.prequantized.weight = codes;
-  const Needs needs(x, layers);
+  const NeededGradients needs(x, layers);
   if (!needs.any()) return forward_pass(x, layers, prepared, needs, nullptr, nullptr);
   const auto forward = [&]() -> ForwardResult {
     // A trace with DTensor inputs accepts writes to a tensor from one pass alone (torch 2.11), so
@@ -154,11 +154,12 @@ std::vector<Tensor> linear_group_kernel(const LayerCall& call) {
     const bool is_traced = layers.shards.sharding && !layers.histories.empty() &&
                            !can_skip_dispatcher({&layers.histories[0]});
     variable_list saved;
-    CurrentAmaxes left;
+    CurrentAmaxes deferred_amaxes;
     variable_list outputs =
-        forward_pass(x, layers, prepared, needs, &saved, is_traced ? &left : nullptr);
-    return {std::move(outputs), std::move(saved),
-            c10::make_intrusive<LinearState>(x, layers, prepared, needs, std::move(left))};
+        forward_pass(x, layers, prepared, needs, &saved, is_traced ? &deferred_amaxes : nullptr);
+    return {
+        std::move(outputs), std::move(saved),
+        c10::make_intrusive<LinearState>(x, layers, prepared, needs, std::move(deferred_amaxes))};
   };
   return differentiate(joined({x, layers.weights, layers.biases}), forward);
 }

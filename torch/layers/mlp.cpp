@@ -37,7 +37,8 @@ struct Mlp {
 // Runs the forward pass. saved: what MlpState::gradients reads; null where no gradient is needed
 Tensor forward_pass(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepared,
                     const MlpNeeds& needs, variable_list* saved) {
-  const auto pass_of = [&](const Layers& layers, const Needs& needed, SymInt k) -> ForwardPass {
+  const auto pass_of = [&](const Layers& layers, const NeededGradients& needed,
+                           SymInt k) -> ForwardPass {
     return {.prepared = prepared,
             .layers = layers,
             .needs = needed,
@@ -52,9 +53,10 @@ Tensor forward_pass(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepa
 
   const ForwardPass output = pass_of(mlp.output, needs.output, mlp.output.weights[0].sym_size(1));
   const bool needs_h = needs.output.any_dw;
-  const Needed row{kFpropX, true, output.fprop().reads_values() && !prepared.keeps_codes(kFpropX)},
+  const OperandUse row{kFpropX, true,
+                       output.fprop().reads_values() && !prepared.keeps_codes(kFpropX)},
       col{kWgradX, needs_h && saves_h(prepared)};
-  ModuleState state = output.state_of_rows(0);
+  CastContext state = output.state_of_rows(0);
   state.returns_amaxes = true;
   state.casts_other_later = needs_h && !col.is_needed;
   const Directions h = quantize_h(prepared, gates, mlp.activation, row, col, state);
@@ -109,8 +111,8 @@ Tensor mlp_kernel(const LayerCall& call) {
   check_no_tangent(kMlp, "x", x);
   for (const Tensor& w : call.weights) check_no_tangent(kMlp, "weight", w);
   for (const Tensor& b : call.biases) check_no_tangent(kMlp, "bias", b);
-  const Needs of_inputs(x, mlp.inputs);
-  const MlpNeeds needs = {of_inputs, Needs(of_inputs.any(), mlp.output)};
+  const NeededGradients of_inputs(x, mlp.inputs);
+  const MlpNeeds needs = {of_inputs, NeededGradients(of_inputs.any(), mlp.output)};
   if (!of_inputs.any() && !needs.output.any())
     return forward_pass(x, mlp, prepared, needs, nullptr);
   const auto forward = [&]() -> ForwardResult {

@@ -18,7 +18,7 @@ inline constexpr const char* kMlp = "mlp";
 
 // Which gradients backward computes.
 struct MlpNeeds {
-  Needs inputs, output;
+  NeededGradients inputs, output;
 };
 
 // Gate and up as the forward pass computed them, (M, I).
@@ -33,8 +33,8 @@ struct Gates {
 
 // Quantizes h, and writes its values only for an operand under bf16.
 Directions quantize_h(const PreparedRecipe& prepared, const Gates& gates,
-                      const std::string& activation, const Needed& row, const Needed& col,
-                      ModuleState state);
+                      const std::string& activation, const OperandUse& row, const OperandUse& col,
+                      CastContext state);
 
 // Returns whether forward saves h as wgrad reads it: where backward decodes the codes of fprop, and
 // where a history takes the amax of h's transform, which forward is to write.

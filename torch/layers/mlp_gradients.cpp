@@ -10,7 +10,7 @@
 namespace minifloat::torch_ops {
 namespace {
 
-bool is_bf16(const PreparedRecipe& prepared, const Needed& operand) {
+bool is_bf16(const PreparedRecipe& prepared, const OperandUse& operand) {
   return operand.is_needed && prepared.reads_values(operand.place);
 }
 
@@ -48,7 +48,7 @@ class Backward {
     const std::size_t biases = r_.inputs.bias_dtypes.size();
     std::vector<Tensor> out(1 + n + 1 + biases + r_.output.bias_dtypes.size());
     const bool needs_dh = r_.needs.output.dx, needs_dw = r_.needs.output.any_dw;
-    const Needed row{kDgradG, needs_dh, row_decoded_}, col{kWgradG, needs_dw, col_decoded_};
+    const OperandUse row{kDgradG, needs_dh, row_decoded_}, col{kWgradG, needs_dw, col_decoded_};
     Directions dy = quantize_both(prepared_, dy_, row, col, r_.output.state_of_rows(0));
     Tensor dh;
     if (needs_dh)
@@ -71,10 +71,10 @@ class Backward {
   }
 
  private:
-  Needed gate_row() const { return {kDgradG, r_.needs.inputs.dx, row_decoded_}; }
-  Needed gate_col() const { return {kWgradG, r_.needs.inputs.any_dw, col_decoded_}; }
+  OperandUse gate_row() const { return {kDgradG, r_.needs.inputs.dx, row_decoded_}; }
+  OperandUse gate_col() const { return {kWgradG, r_.needs.inputs.any_dw, col_decoded_}; }
   // Whether backward casts h, which forward did not save.
-  Needed h_col() const {
+  OperandUse h_col() const {
     return {.place = kWgradX,
             .is_needed = r_.needs.output.any_dw && !saves_h(prepared_),
             .decoded = col_decoded_,
@@ -135,7 +135,7 @@ class Backward {
   // Returns whether a cast of gate's and up's gradients scales by the amax of a whole tensor, which
   // is known once all values are.
   bool scales_by_whole_tensors() const {
-    const auto is_of_tensor = [&](const Needed& needed) {
+    const auto is_of_tensor = [&](const OperandUse& needed) {
       const Spec& spec = prepared_.specs[needed.place];
       return !needed.is_needed ||
              (spec.rule == ScaleRule::kTensor && !spec.delayed && spec.transform == 0);
@@ -147,7 +147,7 @@ class Backward {
   // Writes the values, finds their amaxes and casts h in one pass over dh, gate and up, then casts
   // the values by those amaxes. d_gate is written over dh, which nothing else reads.
   GradientsOfGates from_values_and_amaxes(Tensor dh) const {
-    ModuleState state_of_h = r_.output.state_of_rows(0);
+    CastContext state_of_h = r_.output.state_of_rows(0);
     if (const Tensor& amax = output_[2]; h_col().is_needed && amax.defined())
       state_of_h.amax = amax;
     const CastPlan of_h = plan_cast(prepared_, gates_.gate, {kFpropX, false}, h_col(), state_of_h);
@@ -204,8 +204,8 @@ class Backward {
 }  // namespace
 
 Directions quantize_h(const PreparedRecipe& prepared, const Gates& gates,
-                      const std::string& activation, const Needed& row, const Needed& col,
-                      ModuleState state) {
+                      const std::string& activation, const OperandUse& row, const OperandUse& col,
+                      CastContext state) {
   if (is_bf16(prepared, row) || is_bf16(prepared, col))
     return quantize_both(prepared, torch_ops::activation(gates.of(activation)), row, col, state);
   state.cast = [&](const std::string& r, const std::string& c, const QuantizeOptions& options) {

@@ -55,19 +55,19 @@ Tensor transposed(const Tensor& x) {
 QuantizedOperand unquantized(const Tensor& values) { return {values, Tensor(), Tensor(), values}; }
 
 // Returns the dimension along which the ranks cut the matrix of an operand; none: it is whole.
-std::optional<int> cut_of(const ModuleState& state, const Needed& needed) {
+std::optional<int> cut_of(const CastContext& state, const OperandUse& needed) {
   if (!state.sharding) return std::nullopt;
   return state.sharding->cut_dim(kOperands[needed.place].matrix);
 }
 
-bool is_delayed(const PreparedRecipe& recipe, const Needed& needed) {
+bool is_delayed(const PreparedRecipe& recipe, const OperandUse& needed) {
   return needed.is_needed && recipe.specs[needed.place].delayed;
 }
 
 // Returns whether the kernel of a cast raises the history: the amax is that of one layer's whole
 // operand, and nothing else reads it.
-bool kernel_raises_history(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
-                           const ModuleState& state) {
+bool cast_raises_history(const PreparedRecipe& recipe, const OperandUse& row, const OperandUse& col,
+                         const CastContext& state) {
   return (is_delayed(recipe, row) || is_delayed(recipe, col)) && state.history.defined() &&
          !state.sharding && !state.cast && !state.returns_amaxes && state.other_histories.empty();
 }
@@ -101,8 +101,8 @@ std::optional<ProductShape> product_shape(const Spec& spec, const Tensor& x, Pla
 // Returns whether the cast writes an FP4 operand as FP8: where the product that follows reads FP8,
 // and nothing else reads the operand. x and the weight of backward are saved, and stay FP4, unless
 // backward casts x anew. mxfp4 stays FP4 too: its cast finds no amax of a row before it writes.
-bool writes_fp8(const PreparedRecipe& recipe, const Tensor& x, const Needed& needed,
-                const ModuleState& state) {
+bool writes_fp8(const PreparedRecipe& recipe, const Tensor& x, const OperandUse& needed,
+                const CastContext& state) {
   const Spec& spec = recipe.specs[needed.place];
   const bool is_saved = needed.place == kDgradW || recipe.keeps_codes(needed.place) ||
                         (needed.place == kWgradX && !needed.recomputed);
@@ -168,8 +168,8 @@ const PreparedRecipe& prepare(const std::string& text) {
   return prepared.emplace(text, prepared_recipe(text)).first->second;
 }
 
-void raise_histories(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
-                     const ModuleState& state, const Directions& found, bool is_cut) {
+void raise_histories(const PreparedRecipe& recipe, const OperandUse& row, const OperandUse& col,
+                     const CastContext& state, const Directions& found, bool is_cut) {
   if (!state.history.defined() || state.is_raised) return;
   const Spec &row_spec = recipe.specs[row.place], &col_spec = recipe.specs[col.place];
   CurrentAmaxes amaxes;
@@ -188,18 +188,18 @@ void raise_histories(const PreparedRecipe& recipe, const Needed& row, const Need
     if (is_delayed(recipe, row)) add(row.place, row.place, found.first.amax);
     if (is_delayed(recipe, col)) add(col.place, col.place, found.second.amax);
   }
-  if (state.left)
-    state.left->insert(state.left->end(), amaxes.begin(), amaxes.end());
+  if (state.deferred_amaxes)
+    state.deferred_amaxes->insert(state.deferred_amaxes->end(), amaxes.begin(), amaxes.end());
   else
     raise(amaxes);
 }
 
-CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
-                   const Needed& col, const ModuleState& state) {
+CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const OperandUse& row,
+                   const OperandUse& col, const CastContext& state) {
   static const std::string kAbsent;
   QuantizeOptions options;
   const std::optional<int> cut = cut_of(state, row);
-  const auto set_options = [&](const Needed& needed, std::optional<Tensor>& amax,
+  const auto set_options = [&](const OperandUse& needed, std::optional<Tensor>& amax,
                                std::int64_t& stream, bool& decoded) -> const std::string& {
     const Spec& spec = recipe.specs[needed.place];
     if (!needed.is_needed || spec.is_bf16()) return kAbsent;
@@ -227,26 +227,26 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
   if (state.groups.table && options.rng && !row_text.empty()) options.row_ids = state.row_ids;
   if (cut && (!row_text.empty() || !col_text.empty() || state.casts_other_later)) {
     // Ranks exchange the amaxes of both directions at once.
-    const Needed other{col.place, col.is_needed || state.casts_other_later};
+    const OperandUse other{col.place, col.is_needed || state.casts_other_later};
     place_shard(recipe, x, row, other, *state.sharding, *cut, options);
   }
   return {row_text, col_text, std::move(options)};
 }
 
-Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
-                         const Needed& col, const ModuleState& state) {
+Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const OperandUse& row,
+                         const OperandUse& col, const CastContext& state) {
   if (col.is_needed && recipe.specs[col.place].is_of_forward()) {
-    ModuleState of_codes = state;
+    CastContext of_codes = state;
     of_codes.casts_other_later = false;
     if (state.amax) of_codes.amax_of_rowwise = std::exchange(of_codes.amax, std::nullopt);
-    const Needed codes{.place = recipe.place_of_codes(col.place)};
+    const OperandUse codes{.place = recipe.place_of_codes(col.place)};
     Directions out = quantize_both(recipe, x, codes, {col.place, false}, of_codes);
     out.second = out.first;
     if (!row.is_needed) out.first = {};
     return out;
   }
   CastPlan plan = plan_cast(recipe, x, row, col, state);
-  const bool is_raised = kernel_raises_history(recipe, row, col, state);
+  const bool is_raised = cast_raises_history(recipe, row, col, state);
   if (is_raised) {
     plan.options.history = HistoryRows{state.history, row.place, col.place};
     if (is_delayed(recipe, row)) plan.options.amax_row.reset();
@@ -267,7 +267,7 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
     else
       out = quantize(x, plan.row, plan.col, plan.options);
   }
-  const auto is_bf16 = [&](const Needed& w) { return recipe.specs[w.place].is_bf16(); };
+  const auto is_bf16 = [&](const OperandUse& w) { return recipe.specs[w.place].is_bf16(); };
   if (row.is_needed && is_bf16(row)) out.first = unquantized(x);
   if (col.is_needed && is_bf16(col)) out.second = unquantized(transposed(x));
   if (!is_raised) raise_histories(recipe, row, col, state, out, cut.has_value());
@@ -287,11 +287,11 @@ Tensor amax_of_both(const PreparedRecipe& recipe, Place row, Place col, const Te
 
 Directions prequantized_both(const PreparedRecipe& recipe, const char* op, const char* name,
                              at::TensorList tensors, const Tensor& x, const SymInt& rows,
-                             const Needed& row, const Needed& col, const SymInt& parts) {
+                             const OperandUse& row, const OperandUse& col, const SymInt& parts) {
   TORCH_CHECK_VALUE(tensors.size() == 8, op, ": expected ", name,
                     " as the eight tensors of layer_operands, got ", tensors.size());
   bridge::check_same_device(op, name, tensors, x);
-  const auto direction = [&](const Needed& needed, std::size_t first) -> QuantizedOperand {
+  const auto direction = [&](const OperandUse& needed, std::size_t first) -> QuantizedOperand {
     if (!needed.is_needed) return {};
     const bool is_row = first == 0;
     if (recipe.reads_values(needed.place)) return unquantized(is_row ? x : transposed(x));
@@ -317,7 +317,7 @@ Directions prequantized_both(const PreparedRecipe& recipe, const char* op, const
 }
 
 ProductInput product_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
-                           const Needed& needed) {
+                           const OperandUse& needed) {
   const Spec& spec = recipe.specs[needed.place];
   if (needed.given && !needed.decoded)
     return input_of(spec, operand.codes, operand.scale, operand.amax);

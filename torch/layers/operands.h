@@ -1,5 +1,5 @@
-// The six operands of a layer's three products: one table of them, and the casts of both directions
-// of a matrix from one read.
+// The six operands of a layer's three products: one table of them, the casts of both directions of
+// a matrix from one read, what a cast depends on besides values, and the checks of shards.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -61,8 +61,8 @@ struct PreparedRecipe {
 };
 const PreparedRecipe& prepare(const std::string& text);
 
-// One operand of one product, and whether a pass needs it.
-struct Needed {
+// One operand of one product, and how a pass uses it.
+struct OperandUse {
   Place place;
   bool is_needed = true;
   bool decoded = false;  // as values, for an exact product that follows and alone reads it
@@ -71,15 +71,16 @@ struct Needed {
   bool recomputed = false;
 };
 
-// The state of one module that its operands depend on besides their values.
-struct ModuleState {
+// What a cast of one layer's operand depends on besides its values.
+struct CastContext {
   Tensor rng;                           // undefined: nothing is stochastic
   std::int64_t stream = 0;              // of the module, besides a stream in rng
   Tensor history;                       // undefined: nothing is delayed
   at::TensorList other_histories = {};  // that one cast raises too: of other layers that read x
-  CurrentAmaxes* left = nullptr;        // takes the amaxes instead of the histories; see linear.cpp
-  bool returns_amaxes = false;          // as outputs of the cast as well, under delayed scaling too
-  const Sharding* sharding = nullptr;   // null: this process has the whole weight
+  CurrentAmaxes* deferred_amaxes =
+      nullptr;                         // takes the amaxes instead of the histories; see linear.cpp
+  bool returns_amaxes = false;         // as outputs of the cast as well, under delayed scaling too
+  const Sharding* sharding = nullptr;  // null: this process has the whole weight
   // The amax of the columnwise operand under a scale that is not delayed; none: it is computed.
   std::optional<Tensor> amax = {};
   std::optional<Tensor> amax_of_rowwise = {};  // of the rowwise operand, in the same way
@@ -102,8 +103,8 @@ struct ModuleState {
 
 // Raises the histories to the current amaxes of delayed operands that a cast returned, or a caller
 // gave. is_cut: whether of a shard
-void raise_histories(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
-                     const ModuleState& state, const Directions& found, bool is_cut);
+void raise_histories(const PreparedRecipe& recipe, const OperandUse& row, const OperandUse& col,
+                     const CastContext& state, const Directions& found, bool is_cut);
 
 // The specs of a cast of both directions, "" for one that is not cast, and its options. The recipe
 // must outlive it. FP4 is written as FP8 where one product alone reads the operand, right after the
@@ -112,16 +113,16 @@ struct CastPlan {
   const std::string &row, &col;
   QuantizeOptions options;
 };
-CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
-                   const Needed& col, const ModuleState& state);
+CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const OperandUse& row,
+                   const OperandUse& col, const CastContext& state);
 
 // Quantizes both directions of x (rows, cols) by one cast, as plan_cast plans. bf16 directions
 // are x itself and its transposed view. A columnwise one whose values are those of fprop's codes
 // has the rowwise codes; see values_of_forward. A shard's bytes are the whole's at that place: the
 // cast takes the shard's origin and the amaxes of all ranks. The current amaxes of delayed operands
 // are in the histories when it returns.
-Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
-                         const Needed& col, const ModuleState& state);
+Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const OperandUse& row,
+                         const OperandUse& col, const CastContext& state);
 
 // Returns whether a scale's amax is one of values as they are, of this call.
 inline bool has_amax_of_values(const Spec& spec) {
@@ -150,7 +151,7 @@ inline bool has_amax_of_history(const Spec& row, const Spec& col) {
 // tensor amaxes.   op, name: for errors
 Directions prequantized_both(const PreparedRecipe& recipe, const char* op, const char* name,
                              at::TensorList tensors, const Tensor& x, const SymInt& rows,
-                             const Needed& row, const Needed& col, const SymInt& parts = 1);
+                             const OperandUse& row, const OperandUse& col, const SymInt& parts = 1);
 
 // Requires an amax history, float32 (kPlaces, 1 + length) without overlap, on the device of x.
 // experts: none, or (kPlaces, experts, 1 + length)
@@ -174,7 +175,7 @@ void check_tokens(const PreparedRecipe& recipe, const Sharding& sharding, const 
 // Returns the input of a product from a direction of quantize_both or prequantized_both: the
 // decoded values where the product needs them, else the codes.
 ProductInput product_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
-                           const Needed& needed);
+                           const OperandUse& needed);
 
 // Returns the operand of a product of backward that reads the values of fprop's codes: decoded,
 // rounded to dtype, and transposed.   operand: the rowwise codes; cols: of the matrix; table: of

@@ -11,9 +11,9 @@ namespace {
 
 // Returns the state of weight i. layers: Layers or SavedLayers
 template <class LayersOfCall>
-ModuleState state_of_weight(const LayersOfCall& layers, std::size_t i, const Sharding* sharding,
+CastContext state_of_weight(const LayersOfCall& layers, std::size_t i, const Sharding* sharding,
                             const std::array<SymInt, 2>& features) {
-  ModuleState state;
+  CastContext state;
   if (!layers.rng.empty()) state.rng = layers.rng[i];
   if (!layers.streams.empty()) state.stream = layers.streams[i];
   if (!layers.histories.empty()) state.history = layers.histories[i];
@@ -26,7 +26,7 @@ ModuleState state_of_weight(const LayersOfCall& layers, std::size_t i, const Sha
 }
 
 // Returns the same state for x or g, whose rows may lie in groups.
-ModuleState in_groups(ModuleState state, const std::optional<RowGroups>& groups,
+CastContext in_groups(CastContext state, const std::optional<RowGroups>& groups,
                       const PreparedRecipe& recipe) {
   if (groups) {
     state.groups = {groups->table, wgrad_unit(recipe)};
@@ -45,8 +45,8 @@ Tensor matrices_of(const Tensor& weight, bool is_experts) {
   return is_experts ? transposed_matrices(weight) : weight;
 }
 
-Directions quantize_weight(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,
-                           const Needed& col, const ModuleState& state) {
+Directions quantize_weight(const PreparedRecipe& recipe, const Tensor& w, const OperandUse& row,
+                           const OperandUse& col, const CastContext& state) {
   return w.dim() == 3 ? quantize_expert_weights(recipe, w, row, col, state)
                       : quantize_both(recipe, w, row, col, state);
 }
@@ -73,7 +73,8 @@ Tensor kept_amax_of_codes(const ForwardPass& pass, at::TensorList codes, const T
 }
 
 // Returns x as fprop reads it, from a direction of x: in the form that all weights' products share.
-ProductInput forward_input(const ForwardPass& pass, const QuantizedOperand& x, const Needed& row) {
+ProductInput forward_input(const ForwardPass& pass, const QuantizedOperand& x,
+                           const OperandUse& row) {
   ProductInput input = product_input(pass.prepared, x, row);
   if (pass.layers.weights.size() == 1) return input;
   return prepare_input(pass.fprop(), pass.prepared.recipe.fprop.a, std::move(input), pass.k);
@@ -86,7 +87,7 @@ bool decodes(const PlannedProduct& product, const Sharding* sharding, bool has_g
 }
 
 // Returns the rowwise direction of x.
-Needed row_of_x(const ForwardPass& pass) {
+OperandUse row_of_x(const ForwardPass& pass) {
   const Layers& layers = pass.layers;
   const at::TensorList given = layers.prequantized.x;
   // An exact product of experts decodes codes that come without their values.
@@ -98,7 +99,7 @@ Needed row_of_x(const ForwardPass& pass) {
           .given = !given.empty()};
 }
 
-Needed row_of_weight(const ForwardPass& pass, std::size_t i) {
+OperandUse row_of_weight(const ForwardPass& pass, std::size_t i) {
   const Layers& layers = pass.layers;
   const bool given = !layers.operands_of_weight(i).empty();
   return {.place = kFpropW,
@@ -125,13 +126,13 @@ Tensor amax_of_codes(const Spec& spec, const QuantizedOperand& operand) {
   return has_amax ? operand.amax : Tensor();
 }
 
-ModuleState ForwardPass::state_of(std::size_t i) const {
-  ModuleState state = state_of_weight(layers, i, layers.shards.sharding, layers.features_of(i));
-  state.left = left;
+CastContext ForwardPass::state_of(std::size_t i) const {
+  CastContext state = state_of_weight(layers, i, layers.shards.sharding, layers.features_of(i));
+  state.deferred_amaxes = deferred_amaxes;
   return state;
 }
 
-ModuleState ForwardPass::state_of_rows(std::size_t i) const {
+CastContext ForwardPass::state_of_rows(std::size_t i) const {
   return in_groups(state_of(i), layers.groups, prepared);
 }
 
@@ -142,12 +143,12 @@ void ForwardPass::save(const QuantizedOperand& operand, Place place) const {
 }
 
 Directions input_operands(const ForwardPass& pass, const char* op, const Tensor& x,
-                          const Needed& row, const Needed& col) {
+                          const OperandUse& row, const OperandUse& col) {
   const Layers& layers = pass.layers;
   const Sharding* sharding = layers.shards.sharding;
   const bool is_cut = sharding && sharding->token_dim;
   const at::TensorList given = layers.prequantized.x;
-  const auto is_read = [&](const Needed& w) {
+  const auto is_read = [&](const OperandUse& w) {
     return w.is_needed && (given.empty() || pass.prepared.reads_values(w.place));
   };
   const Tensor matrix =
@@ -157,7 +158,7 @@ Directions input_operands(const ForwardPass& pass, const char* op, const Tensor&
     return prequantized_both(pass.prepared, op, layers.groups ? "a_operands" : "x_operands", given,
                              matrix, matrix.sym_size(0) * (is_cut ? sharding->ranks : 1), row, col,
                              layers.groups ? layers.groups->table.sym_size(1) - 1 : SymInt(1));
-  ModuleState state = pass.state_of_rows(0);
+  CastContext state = pass.state_of_rows(0);
   // x is scaled by the first weight's history, which those of other readers of x equal.
   if (!layers.histories.empty()) state.other_histories = layers.histories.slice(1);
   Directions out = quantize_both(pass.prepared, matrix, row, col, state);
@@ -166,12 +167,12 @@ Directions input_operands(const ForwardPass& pass, const char* op, const Tensor&
   return out;
 }
 
-Directions weight_operands(const ForwardPass& pass, std::size_t i, const Needed& row,
-                           const Needed& col, bool casts_later, const Tensor& amax) {
+Directions weight_operands(const ForwardPass& pass, std::size_t i, const OperandUse& row,
+                           const OperandUse& col, bool casts_later, const Tensor& amax) {
   const Layers& layers = pass.layers;
   const bool is_experts = layers.groups.has_value();
   const at::TensorList given = layers.operands_of_weight(i);
-  const auto reads_values = [&](const Needed& w) {
+  const auto reads_values = [&](const OperandUse& w) {
     return w.is_needed && (given.empty() || pass.prepared.reads_values(w.place));
   };
   const bool is_read = reads_values(row) || reads_values(col);
@@ -179,7 +180,7 @@ Directions weight_operands(const ForwardPass& pass, std::size_t i, const Needed&
     bridge::check_memory_if_real(layers.op(), is_experts ? "B" : "weight", layers.weights[i]);
   const Tensor w = matrices_of(
       is_read ? to_dtype(layers.weights[i], pass.dtype) : layers.weights[i], is_experts);
-  ModuleState state = pass.state_of(i);
+  CastContext state = pass.state_of(i);
   Directions out;
   if (!given.empty()) {
     out = prequantized_both(pass.prepared, layers.op(), "weight_operands", given, w, w.sym_size(-2),
@@ -204,14 +205,14 @@ std::vector<Tensor> multiply_by_weights(const ForwardPass& pass, const char* op,
     bridge::check_memory_if_real(op, pass.layers.groups ? "A" : "x", x);
     first = operands_of_forward(pass, 0);
   }
-  const Needed row = row_of_x(pass);
+  const OperandUse row = row_of_x(pass);
   const auto [rowwise, columnwise] = input_operands(pass, op, x, row, {kWgradX, pass.needs.any_dw});
   pass.save(columnwise, kWgradX);
   return multiply_operand(pass, rowwise, row, std::move(first));
 }
 
 std::vector<Tensor> multiply_operand(const ForwardPass& pass, const QuantizedOperand& x,
-                                     const Needed& row, std::optional<Directions> first) {
+                                     const OperandUse& row, std::optional<Directions> first) {
   const Layers& layers = pass.layers;
   const Sharding* sharding = layers.shards.sharding;
   const PlannedProduct fprop = pass.fprop();
@@ -267,11 +268,11 @@ SavedLayers::SavedLayers(const Layers& layers, const PreparedRecipe& of_recipe,
   for (const Tensor& b : layers.biases) bias_dtypes.push_back(b.scalar_type());
 }
 
-ModuleState SavedLayers::state_of(std::size_t i) const {
+CastContext SavedLayers::state_of(std::size_t i) const {
   return state_of_weight(*this, i, sharding ? &*sharding : nullptr, features[i]);
 }
 
-ModuleState SavedLayers::state_of_rows(std::size_t i) const {
+CastContext SavedLayers::state_of_rows(std::size_t i) const {
   return in_groups(state_of(i), groups, recipe);
 }
 
@@ -302,9 +303,10 @@ ProductInput saved_weight(const SavedLayers& layers, const std::vector<Tensor>& 
   if (!first.defined() || !first.is_floating_point() || recipe.reads_values(kDgradW))
     return saved_input(layers, saved, 3 * (i + 1), kDgradW);
   const bool is_experts = layers.groups.has_value();
-  ModuleState state = layers.state_of(i);
-  const Needed col{.place = kDgradW,
-                   .decoded = decodes(layers.dgrad(first.device()), state.sharding, is_experts)};
+  CastContext state = layers.state_of(i);
+  const OperandUse col{
+      .place = kDgradW,
+      .decoded = decodes(layers.dgrad(first.device()), state.sharding, is_experts)};
   if (amax.defined()) state.amax = amax;
   state.is_raised =
       state.sharding && has_amax_of_history(recipe.specs[kFpropW], recipe.specs[kDgradW]);
@@ -314,7 +316,7 @@ ProductInput saved_weight(const SavedLayers& layers, const std::vector<Tensor>& 
   return product_input(recipe, again, col);
 }
 
-Tensor input_gradient(const SavedLayers& layers, const QuantizedOperand& g, const Needed& row,
+Tensor input_gradient(const SavedLayers& layers, const QuantizedOperand& g, const OperandUse& row,
                       const ProductInput& weight, const SymInt& n, at::ScalarType dtype,
                       const at::Device& device) {
   return scaled_mm(layers.dgrad(device), product_input(layers.recipe, g, row), weight, n,
@@ -323,7 +325,7 @@ Tensor input_gradient(const SavedLayers& layers, const QuantizedOperand& g, cons
 }
 
 Tensor weight_gradient(const SavedLayers& layers, std::size_t i, const QuantizedOperand& g,
-                       const Needed& col, const ProductInput& x, const SymInt& m,
+                       const OperandUse& col, const ProductInput& x, const SymInt& m,
                        const at::Device& device, std::size_t edge) {
   const PlannedProduct wgrad = layers.wgrad(device);
   const ProductInput of_g = product_input(layers.recipe, g, col);

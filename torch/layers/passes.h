@@ -1,7 +1,8 @@
 // What the layers of linear.cpp, mlp.cpp and grouped_mm.cpp call: the products of weights that
-// share their input forward, and the gradients of one layer backward. The products of experts are a
-// layer whose rows lie in groups. A weight's gradient is added to its sum here, for which the
-// running node of autograd is read.
+// share their input forward, and the gradients of one layer backward, from a gradient that each
+// caller casts itself (quantize_both). The products of experts are a layer whose rows lie in
+// groups. A weight's gradient is added to its sum here, for which the running node of autograd is
+// read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,11 +19,12 @@ namespace minifloat::torch_ops {
 struct ForwardPass {
   const PreparedRecipe& prepared;
   const Layers& layers;
-  const Needs& needs;
+  const NeededGradients& needs;
   at::ScalarType dtype, out_dtype;  // of x and of y
   SymInt k;                         // of x
   std::vector<Tensor>* saved;       // what backward reads, three tensors an operand; null: none
-  CurrentAmaxes* left = nullptr;    // takes the amaxes instead of the histories; see linear.cpp
+  CurrentAmaxes* deferred_amaxes =
+      nullptr;  // takes the amaxes instead of the histories; see linear.cpp
   // Takes the amax that a later cast of the weight needs, as GroupedCall's. Null: it is not kept.
   Tensor* keeps_amax = nullptr;
 
@@ -31,8 +33,8 @@ struct ForwardPass {
                         layers.groups.has_value());
   }
   // Returns the state of a weight's operands, and of those of x and g.
-  ModuleState state_of(std::size_t i) const;
-  ModuleState state_of_rows(std::size_t i) const;
+  CastContext state_of(std::size_t i) const;
+  CastContext state_of_rows(std::size_t i) const;
   // Saves an operand, with the amax of its codes: recomputed forwards save the same tensors.
   void save(const QuantizedOperand& operand, Place place) const;
 };
@@ -44,13 +46,13 @@ Tensor amax_of_codes(const Spec& spec, const QuantizedOperand& operand);
 // Quantizes x of a forward pass: rowwise as fprop reads x, columnwise as backward reads x. Operands
 // of the caller take the place of x's values, of which only the shape is read then.
 Directions input_operands(const ForwardPass& pass, const char* op, const Tensor& x,
-                          const Needed& row, const Needed& col);
+                          const OperandUse& row, const OperandUse& col);
 
 // Returns weight i in both directions: quantized here, or by the caller. Where backward quantizes
 // it again (casts_later), the columnwise direction has its amax alone.
 //   amax: that the columnwise cast takes; undefined: it finds its own
-Directions weight_operands(const ForwardPass& pass, std::size_t i, const Needed& row,
-                           const Needed& col, bool casts_later, const Tensor& amax = {});
+Directions weight_operands(const ForwardPass& pass, std::size_t i, const OperandUse& row,
+                           const OperandUse& col, bool casts_later, const Tensor& amax = {});
 
 // Returns y (M, N) of each weight, from x. Saves x as wgrad reads it, then each weight as dgrad
 // reads it, or, where the layers recompute it, the weight itself.   op: for errors of x
@@ -59,7 +61,7 @@ std::vector<Tensor> multiply_by_weights(const ForwardPass& pass, const char* op,
 // Returns the same from x as it was cast for fprop, and saves the weights alone.
 //   row: of x; first: the operands of the first weight, or none
 std::vector<Tensor> multiply_operand(const ForwardPass& pass, const QuantizedOperand& x,
-                                     const Needed& row, std::optional<Directions> first = {});
+                                     const OperandUse& row, std::optional<Directions> first = {});
 
 // Returns y (M, N) with the leading dimensions of x, which may have the tokens of one rank.
 Tensor as_output(Tensor y, const Tensor& x, const Sharding* sharding);
@@ -90,8 +92,8 @@ struct SavedLayers {
     return plan_product(recipe.recipe.wgrad, recipe.wgrad, device, groups.has_value());
   }
   // Returns the state of a weight's operands, and of those of x and g.
-  ModuleState state_of(std::size_t i) const;
-  ModuleState state_of_rows(std::size_t i) const;
+  CastContext state_of(std::size_t i) const;
+  CastContext state_of_rows(std::size_t i) const;
 };
 
 // Returns an operand of backward that was saved, or that a cast of backward left as codes.
@@ -106,7 +108,7 @@ ProductInput saved_weight(const SavedLayers& layers, const std::vector<Tensor>& 
                           std::size_t i);
 
 // Returns g · W, (M, K).   g: cast as dgrad reads it; n: the features of g
-Tensor input_gradient(const SavedLayers& layers, const QuantizedOperand& g, const Needed& row,
+Tensor input_gradient(const SavedLayers& layers, const QuantizedOperand& g, const OperandUse& row,
                       const ProductInput& weight, const SymInt& n, at::ScalarType dtype,
                       const at::Device& device);
 // Returns gᵀ · x, (N, K), or of experts its transpose, in weight i's dtype, or fp32 where gradients
@@ -114,7 +116,7 @@ Tensor input_gradient(const SavedLayers& layers, const QuantizedOperand& g, cons
 // autograd receives.
 //   m: the tokens; edge: of the weight, among the inputs of the running backward node
 Tensor weight_gradient(const SavedLayers& layers, std::size_t i, const QuantizedOperand& g,
-                       const Needed& col, const ProductInput& x, const SymInt& m,
+                       const OperandUse& col, const ProductInput& x, const SymInt& m,
                        const at::Device& device, std::size_t edge);
 // Returns the sum of g over the tokens, or over those of each group, in the dtype of bias `bias`.
 Tensor bias_gradient(const SavedLayers& layers, int bias, const Tensor& g);

@@ -10,7 +10,7 @@ namespace minifloat::torch_ops {
 namespace {
 
 // Returns whether a cast needs the amax of all ranks: of the tensor, or of rows that the ranks cut.
-bool needs_amax_of_ranks(const PreparedRecipe& recipe, const Needed& needed, int cut) {
+bool needs_amax_of_ranks(const PreparedRecipe& recipe, const OperandUse& needed, int cut) {
   const Spec& spec = recipe.specs[needed.place];
   if (!needed.is_needed || spec.is_bf16() || spec.delayed) return false;
   const int contraction = kOperands[needed.place].columnwise ? 0 : 1;
@@ -72,8 +72,9 @@ QuantizedOperand quantize_within_whole(const Tensor& x, const Spec& spec, const 
 
 }  // namespace
 
-void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
-                 const Needed& col, const Sharding& sharding, int cut, QuantizeOptions& options) {
+void place_shard(const PreparedRecipe& recipe, const Tensor& x, const OperandUse& row,
+                 const OperandUse& col, const Sharding& sharding, int cut,
+                 QuantizeOptions& options) {
   const bool is_tokens = kOperands[row.place].matrix == Matrix::kX && cut == 0;
   if (!is_tokens)
     options.origin[static_cast<std::size_t>(cut)] = x.sym_size(cut - 2) * sharding.rank;
@@ -87,7 +88,7 @@ void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Needed& ro
     options.amax_col = options.amax_row;
     return;
   }
-  const auto own_amax = [&](const Needed& needed, bool columnwise) {
+  const auto own_amax = [&](const OperandUse& needed, bool columnwise) {
     return amax(x, recipe.spec_texts[needed.place], columnwise, options);
   };
   if (of_row) options.amax_row = own_amax(row, false);
@@ -106,18 +107,18 @@ void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Needed& ro
   }
 }
 
-Directions quantize_shard(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
-                          const Needed& col, const CastPlan& plan, const Sharding& sharding,
+Directions quantize_shard(const PreparedRecipe& recipe, const Tensor& x, const OperandUse& row,
+                          const OperandUse& col, const CastPlan& plan, const Sharding& sharding,
                           int cut) {
   const bool is_of_experts = x.dim() == 3 || plan.options.groups.table;
-  const auto reads_whole = [&](const Needed& needed, const std::string& text, bool columnwise) {
+  const auto reads_whole = [&](const OperandUse& needed, const std::string& text, bool columnwise) {
     const bool is_of_rows = cut == (columnwise ? 1 : 0);  // as read
     return !text.empty() && recipe.specs[needed.place].stochastic &&
            (sharding.parts > 1 || (is_of_experts && is_of_rows));
   };
   if (!reads_whole(row, plan.row, false) && !reads_whole(col, plan.col, true))
     return quantize(x, plan.row, plan.col, plan.options);
-  const auto cast = [&](const Needed& needed, const std::string& text, bool columnwise) {
+  const auto cast = [&](const OperandUse& needed, const std::string& text, bool columnwise) {
     if (text.empty()) return QuantizedOperand();
     QuantizeOptions options = plan.options;
     (columnwise ? options.amax_row : options.amax_col).reset();

@@ -1,4 +1,4 @@
-// The cast of one rank's shard, whose bytes are the whole's at that place.
+// The casts of one rank's shard: their bytes are those that the whole's cast has for the shard.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,8 +10,9 @@ namespace minifloat::torch_ops {
 // Sets the options by which a shard's cast writes the whole's bytes: the origin, for random bits,
 // and the amaxes of all ranks, from one all-reduce. check_tokens refuses random bits of x that is
 // cut by tokens.
-void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
-                 const Needed& col, const Sharding& sharding, int cut, QuantizeOptions& options);
+void place_shard(const PreparedRecipe& recipe, const Tensor& x, const OperandUse& row,
+                 const OperandUse& col, const Sharding& sharding, int cut,
+                 QuantizeOptions& options);
 
 // Quantizes a shard of x, w or g as planned.   cut: the dimension of the matrix that the ranks cut
 //
@@ -19,8 +20,8 @@ void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Needed& ro
 // several experts, which the random counter numbers by the rows of the matrix that a cast reads, or
 // two parts, which lie apart in the whole. Then the cast reads the whole matrix, with zeros for the
 // other ranks' shards, and costs as much as the whole's.
-Directions quantize_shard(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
-                          const Needed& col, const CastPlan& plan, const Sharding& sharding,
+Directions quantize_shard(const PreparedRecipe& recipe, const Tensor& x, const OperandUse& row,
+                          const OperandUse& col, const CastPlan& plan, const Sharding& sharding,
                           int cut);
 
 }  // namespace minifloat::torch_ops
