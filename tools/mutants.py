@@ -79,6 +79,7 @@ PYTHON_TESTS = {
     "moe/test_token_cast moe/test_permute moe/test_convert moe/test_cut_experts",
     "moe/grouped_mlp": "moe/test_grouped_mlp moe/test_grouped_mlp_ranks",
     "moe/convert": "moe/test_same_experts moe/test_convert clients/test_known_experts",
+    "moe/ranks/width": "moe/test_cut_experts",
     "moe/ranks": "moe/test_dispatch moe/test_expert_parallel moe/test_expert_faults "
     "moe/test_expert_gradients moe/test_expert_sharding moe/test_grouped_mlp_ranks",
     "distributed": "distributed/test_same_layers distributed/test_settings_of_ranks "

@@ -1,6 +1,7 @@
 """Ranks whose layers differ, or of which one does not call: one error on every rank that calls."""
 
 import time
+from functools import partial
 
 import minifloat as mf
 import pytest
@@ -107,6 +108,11 @@ def check_differences(rank):
     if not rank:
         model.a.recipe = "fp8_tensorwise"
     mf.step(model)
+    # The first gather of a weight, of which one rank may not know the compute dtype.
+    gather = partial(handshake.agree, group=dist.group.WORLD)
+    assert gather("0: mxfp8", None if rank else torch.float16) == torch.float16
+    text, _ = error_of(lambda: gather("0: nvfp4" if rank else "0: mxfp8", torch.float32))
+    assert text == f"{handshake.SAME_WEIGHT}, but rank 0 has 0: mxfp8; rank 1 has 0: nvfp4"
 
 
 def test_ranks_whose_layers_differ_raise_one_error():
@@ -247,6 +253,17 @@ def check_store(rank):
     mf.step(other)  # reduces nothing
     assert handshake.rounds[dist.group.WORLD] == done
     assert not same_layers.agreements[other][dist.group.WORLD].is_reduced
+    # A change calls all ranks to a handshake in the step after, by a key.
+    kept = []
+    for recipe in ("mxfp8_2d", "mxfp8", "mxfp8_2d", "mxfp8"):
+        other.a.recipe = recipe
+        for _ in range(2):
+            mf.step(other)
+            dist.barrier()
+        kept.append(store.num_keys())
+        dist.barrier()
+    assert handshake.rounds[dist.group.WORLD] == done + len(kept)
+    assert len(set(kept[1:])) == 1, kept
 
 
 def test_handshakes_leave_no_keys():

@@ -15,7 +15,7 @@ from minifloat.nn.registry import Choice, Selection
 from torch import nn
 
 from tests.support.experts import relative_error
-from tests.support.foreign_experts import Batched, D, E, GroupedMmBlock, ProjectionBlock
+from tests.support.foreign_experts import Batched, D, E, GroupedMmBlock, H, ProjectionBlock
 
 
 def mixture(**changes: object) -> mf.MoE:
@@ -246,10 +246,13 @@ def test_other_3d_parameters_have_a_reason():
 
 
 def test_primary_and_unfit_experts_have_a_reason():
-    model = model_of(mixture(), ProjectionBlock(), nn.Linear(D, D))
-    model[1].experts.down_proj = nn.Parameter(torch.zeros(E, D, 7))
-    skipped = dict(mf.quantize_(model, "mxfp8").skipped)
-    assert "of no known layout" in skipped["1.experts.down_proj"]
+    shapes = (E, D, 7), (E - 1, D, H), (E + 1, D, H)
+    model = model_of(mixture(), *(ProjectionBlock() for _ in shapes))
+    for block, shape in zip(model[1:], shapes):
+        block.experts.down_proj = nn.Parameter(torch.zeros(shape))
+    skipped = dict(mf.quantize_(model, "mxfp8", keep="nothing").skipped)
+    for i in range(1, 4):
+        assert "of no known layout" in skipped[f"{i}.experts.down_proj"]
     model = model_of(mixture(), ProjectionBlock().double(), nn.Linear(D, D))
     skipped = dict(mf.quantize_(model, "mxfp8_2d", primary=True).skipped)
     assert isinstance(model[0].experts.w1, mf.QuantizedTensor)

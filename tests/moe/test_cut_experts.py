@@ -303,6 +303,12 @@ def check_refusals(rank):
     assert not any(isinstance(p, DTensor) for p in codes.parameters())
     with pytest.raises(ValueError, match="ranks divide I = 33"):
         cut(mf.MoE(D, 33, E, 2).experts, mesh)
+    odd = mf.MoE(D, 33, E, 2, dtype=torch.bfloat16, recipe="mxfp8").experts
+    for name, dim in (("w1", 1), ("w3", 1), ("w2", 2)):
+        whole = getattr(odd, name)
+        part = nn.Parameter(distribute_tensor(whole, mesh, [Shard(dim)]))
+        odd.register_parameter(name, part)
+    refused(odd, "expected I as a multiple of the ranks, got 33 over 2 ranks")
     refused(
         cut(experts_of("nvfp4", data_parallel_rank=rank), mesh),
         "experts.w1: expected tensor-parallel ranks to share the seed",

@@ -1,10 +1,11 @@
-"""Replicas of modules, and the contexts that their comparison runs outside of."""
+"""Replicas of modules, the contexts that their comparison runs outside of, and distances."""
 
 import dataclasses
 
+import pytest
 import torch
 from minifloat.nn.convert.replica import changed_part, replica, state_of
-from minifloat.nn.convert.same_result import isolated
+from minifloat.nn.convert.same_result import BOUND, distance, isolated
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -64,3 +65,13 @@ def test_a_state_that_is_read_twice_is_the_same():
     assert [state_of(made)[name] for name in names] == list("abcdefgh")
     made.layouts["c"].axes["dp"] = "z"
     assert changed_part(state_of(module), state_of(made)) == names[2]
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_a_value_that_is_not_finite_on_one_side_is_named(value):
+    finite = torch.tensor([[1.0, -2.0], [3.0, 4.0]])
+    other = finite.clone()
+    other[1, 0] = value
+    for want, got in ((finite, other), (other, finite)):
+        assert distance(want, got, BOUND) == "is finite at other places than minifloat's"
+    assert distance(finite, finite.clone(), BOUND) is None

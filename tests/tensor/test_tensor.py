@@ -184,6 +184,11 @@ def test_copy_from_values_rounds():
     copied = torch.empty(ROWS, COLS)
     copied.copy_(w)
     assert torch.equal(copied, w.dequantize())
+    other = mf.QuantizedTensor.from_tensor(values(), "e5m2/tensor")  # its codes are as many bytes
+    rounded = mf.QuantizedTensor.from_tensor(torch.zeros(ROWS, COLS), "e4m3/tensor")
+    assert same(
+        rounded.copy_(other), mf.QuantizedTensor.from_tensor(other.dequantize(), "e4m3/tensor")
+    )
     with pytest.raises(RuntimeError, match="size"):
         w.copy_(torch.ones(3, 5))
 
@@ -296,6 +301,18 @@ def test_autocast_and_inference_read_the_codes():
     assert torch.equal(y, mf.tensor.scaled_mm(q, p.data.rowwise))
     with torch.inference_mode():
         assert torch.equal(mf.linear(x, p, None, recipe), mf.linear(x, w, None, recipe))
+
+
+def test_a_dgrad_in_bf16_reads_the_values_of_the_codes():
+    recipe = "fprop=mxfp8*mxfp8 dgrad=bf16*bf16 wgrad=bf16*bf16"
+    p = mf.QuantizedTensor.from_tensor(values(), "mxfp8")  # no codes for dgrad
+    found = []
+    for w in (p, p.dequantize()):
+        x = torch.linspace(-1, 1, 7 * COLS).view(7, COLS).requires_grad_()
+        y = mf.linear(x, w, None, recipe)
+        found.append((y, *torch.autograd.grad(y.square().sum(), x)))
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want)
 
 
 def test_delayed_scaling_reads_the_codes_and_raises_the_history_to_their_amax():

@@ -116,6 +116,8 @@ def test_transformed_and_wrong_layouts_are_refused():
     weight = empty_weight((32, 48), ("nvfp4/16x16", None))
     with pytest.raises(ValueError, match="rise from 0 to 1536"):
         mf.distributed.WireLayout.of([weight], 2, [[0, 5, 1000]])
+    with pytest.raises(ValueError, match=r"4 cuts .* rise from 0 to 1536, got \[0, 1000, 5"):
+        mf.distributed.WireLayout.of([weight], 3, [[0, 1000, 5, 1536]])
     with pytest.raises(ValueError, match="inside byte 2 before rank 1"):
         mf.distributed.WireLayout.of([weight], 2, [[0, 5, 1536]]).byte_ranges(0)
 
@@ -247,6 +249,19 @@ def test_a_copy_of_a_weight_has_wires_of_its_own():
     assert mf.distributed.wires(weight)[0].data_ptr() == memory[0].data_ptr()
     assert mf.distributed.wires(weight)[1].data_ptr() == memory[1].data_ptr()
     assert all(a.data_ptr() != b.data_ptr() for a, b in zip(mf.distributed.wires(twin), memory))
+
+
+def test_memory_for_wires_that_does_not_fit_is_refused():
+    weight = empty_weight((32, 48), ("mxfp8", None))
+    (before,) = mf.distributed.wires(weight)
+    for memory in (
+        torch.zeros(32, 47, dtype=torch.uint8),
+        torch.zeros(32, 48, dtype=torch.int8),
+        torch.zeros(48, 32, dtype=torch.uint8).t(),
+    ):
+        with pytest.raises(ValueError, match="attach_wires: expected contiguous memory"):
+            mf.distributed.attach_wires(weight, [memory])
+    assert mf.distributed.wires(weight)[0].data_ptr() == before.data_ptr()
 
 
 def check_changes_on_one(rank):

@@ -245,7 +245,7 @@ def distance(want: Tensor, got: Tensor, bound: float, *, is_whole: bool = False)
         return None if torch.equal(want, got) else "returns other bits than minifloat's"
     want, got = want.detach().double(), got.detach().double()
     if not torch.equal(want.isfinite(), got.isfinite()):
-        return "is not finite where minifloat's is"
+        return "is finite at other places than minifloat's"
     if is_whole:
         want, got = want.reshape(1, -1), got.reshape(1, -1)
     if want.numel() == 0:
