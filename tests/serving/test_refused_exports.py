@@ -144,5 +144,6 @@ def test_blocks_are_not_cut(tmp_path):
 def test_scales_that_servers_join_are_named(tmp_path):
     model = llama()
     mf.quantize_(model, weight_recipe("nvfp4"))
-    with pytest.warns(UserWarning, match="2 groups of layers .* such as .*q_proj, .*k_proj"):
+    expected = "2 groups of layers .* such as .*q_proj, .*k_proj, .* share_amax='servers' before"
+    with pytest.warns(UserWarning, match=expected):
         mf.export(model, tmp_path / "out")
