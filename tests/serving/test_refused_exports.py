@@ -19,7 +19,7 @@ from tests.support.served_models import decompress, export, llama, values, weigh
         (weight_recipe("e4m3/1x128"), {}, "no server reads weights of e4m3/1x128"),
         ("fprop=bf16*bf16 dgrad=mxfp8*mxfp8 wgrad=bf16*bf16", {}, "in high precision"),
         (weight_recipe("e4m3/128x128", "e4m3/row"), {}, "no server casts x as e4m3/row"),
-        (weight_recipe("nvfp4", "nvfp4/row"), {}, "no server casts x as nvfp4/row"),
+        (weight_recipe("mxfp4", "nvfp4/row"), {}, "no server casts x as nvfp4/row"),
         ("nvfp4", {}, "pass amaxes=mf.calibrate(model, batches), or weight_only=True"),
         ("mxfp4", {"format": "modelopt"}, "ModelOpt has no name"),
         ("fp8_tensorwise", {"format": "modelopt"}, "ModelOpt has no name"),

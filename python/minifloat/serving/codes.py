@@ -99,6 +99,6 @@ def global_scale(operand: str, text: str, amax: Tensor, format: str) -> dict[str
 def input_tensors(x: Spec, amax: Tensor, storage: Storage, format: str) -> dict[str, Tensor]:
     """Returns the scale of a layer's input that was known before, by its name within the layer."""
     if storage.scheme.has_global_scale:
-        return global_scale("input", x.text, amax, format)
+        return global_scale("input", x.text.replace("/row", ""), amax, format)
     scale = quantize(amax.detach().float().cpu().reshape(1, 1), "e4m3/tensor").scale
     return {f"input{SCALE}": scale.reshape(1 if format == COMPRESSED_TENSORS else ())}

@@ -72,7 +72,8 @@ def export(
         folder: absent, or empty.
         format: "compressed-tensors" or "modelopt".
         amaxes: what mf.calibrate returned, for servers that cast x by a scale known before: those
-            of NVFP4, and of `e4m3/tensor`, which else is cast by token. None: no layer has one.
+            of NVFP4, and of `e4m3/tensor`, which else is cast by token. Without them layers of
+            `nvfp4/row` are written as weights alone. None: no layer has one.
         weight_only: whether servers leave x in high precision.
         dtype: what forwards read weights in, where it is not their own: autocast's, or the
             param_dtype of FSDP2. Weights are rounded to it before they are cast.

@@ -178,6 +178,7 @@ class Storage:
 
 
 def is_nvfp4_row(spec: Spec) -> bool:
+    """Tells whether each row of NVFP4 has a scale beside those of its blocks."""
     return spec.rule == "nvfp4" and spec.amax_of == "row"
 
 
@@ -206,11 +207,12 @@ def storage_of(w: Spec, x: Spec, weight_only: bool, has_amax: bool) -> Storage |
     scheme = scheme_of(w)
     if isinstance(scheme, str):
         return scheme
-    if weight_only or x.is_bf16:
+    # Formats have no name for NVFP4's scale a token, which some servers compute without one.
+    is_by_token = scheme is NVFP4 and is_nvfp4_row(x) and not has_amax
+    if weight_only or x.is_bf16 or is_by_token:
         return Storage(scheme)
     inputs = INPUTS[w.elements, w.rule].get((x.elements, x.rule))
-    is_odd = is_nvfp4_row(x) or x.block[0] > 1
-    if inputs is None or is_odd or (inputs is GROUP_128 and x.block != (1, 128)):
+    if inputs is None or x.block[0] > 1 or (inputs is GROUP_128 and x.block != (1, 128)):
         return f"no server casts x as {x.text} beside weights of {w.text}"
     if has_amax and (x.rule, w.rule) == ("tensor", "tensor"):
         inputs = STATIC
