@@ -1,22 +1,27 @@
 """Trains a small Llama, and exports it as servers of low precision read it.
 
     pip install transformers safetensors compressed-tensors
-    python examples/export.py [recipe]
+    python examples/export.py
 
 The folder has the codes that the training forward multiplied. transformers loads it by
-compressed-tensors, and its weights then are the values of these codes. vLLM loads the same folder.
+compressed-tensors, and its weights then are the values of these codes. vLLM loads the same folder:
+it joins q, k and v, and gate and up, so these share an amax in training.
 """
 
-import sys
 import tempfile
-import warnings
 
 import minifloat as mf
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-RECIPE = sys.argv[1] if sys.argv[1:] else "nvfp4"
+RECIPE = mf.Recipe("nvfp4")
 STEPS = 20
+JOINED = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("self_attn.o_proj",),
+    ("mlp.gate_proj", "mlp.up_proj"),
+    ("mlp.down_proj",),
+)
 
 
 def build_model():
@@ -54,26 +59,25 @@ def train(model):
 
 
 def values_of(model):
-    """Returns the values of the codes of each converted layer."""
+    """Returns the values of the codes of each layer: its rows of the matrix that servers join."""
     values = {}
-    for name, layer in model.named_modules():
-        if isinstance(layer, mf.Linear):
-            codes = mf.tensor.quantize(layer.weight.detach(), layer.recipe.fprop.b)
-            values[f"{name}.weight"] = mf.tensor.dequantize(codes, torch.bfloat16)
+    for i, block in enumerate(model.model.layers):
+        for names in JOINED:
+            weights = [block.get_submodule(name).weight.detach() for name in names]
+            codes = mf.tensor.quantize(torch.cat(weights), RECIPE.fprop.b)
+            rows = mf.tensor.dequantize(codes, torch.bfloat16).split([len(w) for w in weights])
+            values |= {f"model.layers.{i}.{n}.weight": value for n, value in zip(names, rows)}
     return values
 
 
 def main():
     model = build_model()
-    mf.quantize_(model, RECIPE)
+    mf.quantize_(model, RECIPE, share_amax="servers")
     train(model)
 
     # Servers of NVFP4 cast activations by an amax that is known before.
-    amaxes = None
-    if RECIPE == "nvfp4":
-        amaxes = mf.calibrate(model, [{"input_ids": counting_batch(i)} for i in range(4)])
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # q, k and v have tensor scales of their own: docs/serve.md
+    amaxes = mf.calibrate(model, [{"input_ids": counting_batch(i)} for i in range(4)])
+    with tempfile.TemporaryDirectory() as folder:
         mf.export(model, folder, amaxes=amaxes)
         served = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     with torch.no_grad():

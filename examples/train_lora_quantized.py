@@ -8,14 +8,13 @@ adapters are published over the weights from which those codes were made: mf.res
 the place of the codes.
 """
 
-import json
 import tempfile
 from pathlib import Path
 
 import minifloat as mf
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 STEPS = 30
@@ -38,23 +37,9 @@ def write_original(folder):
 
 def write_quantized(original, folder):
     """Writes the same model as servers read it: NVFP4 in the layout of compressed-tensors."""
-    tensors = load_file(original / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("_proj.weight")]:
-        q = mf.tensor.quantize(tensors.pop(name), "nvfp4")
-        factor = torch.tensor([2688.0]) / q.amax
-        tensors |= {f"{name}_packed": q.codes, f"{name}_scale": q.scale}
-        tensors[f"{name}_global_scale"] = factor
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((original / "config.json").read_text())
-    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
-    config["quantization_config"] = {
-        "quant_method": "compressed-tensors",
-        "format": "nvfp4-pack-quantized",
-        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-        "ignore": ["lm_head"],
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    model = AutoModelForCausalLM.from_pretrained(original, dtype=torch.bfloat16)
+    mf.quantize_(model, "nvfp4_served", share_amax="servers")
+    mf.export(model, folder)
 
 
 def texts(seed):

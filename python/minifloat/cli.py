@@ -109,6 +109,8 @@ def add_export(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--format", default="compressed-tensors", metavar="FORMAT", help=text)
     text = "servers leave activations in high precision, which NVFP4 else needs batches for"
     parser.add_argument("--weight-only", action="store_true", help=text)
+    text = "servers: q, k and v, and gate and up, have one scale of NVFP4 or of an FP8 tensor"
+    parser.add_argument("--share-amax", metavar="WHOSE", help=text)
 
 
 def run_export(arguments: argparse.Namespace) -> int:
@@ -123,6 +125,7 @@ def run_export(arguments: argparse.Namespace) -> int:
                 arguments.recipe,
                 arguments.format,
                 arguments.weight_only,
+                arguments.share_amax,
             )
         )
     except (ImportError, OSError, ValueError) as error:

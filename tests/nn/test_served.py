@@ -1,8 +1,8 @@
 """Recipes that train a model as it is served: the forward is that of a server, bit for bit.
 
-The server is written in tests/support/serving.py from the bytes of the weights alone. Where the
-sums of the products are exact, log-probabilities are equal; elsewhere each layer's output is within
-the bound of its sums.
+The server is written in tests/support/serving.py from the bytes of the folder that mf.export
+writes. Where the sums of the products are exact, log-probabilities are equal; elsewhere each
+layer's output is within the bound of its sums.
 """
 
 import copy
@@ -49,27 +49,25 @@ class Model(nn.Module):
         return self.lm_head(h).float().log_softmax(-1)
 
 
-def weight_bytes(layer, spec):
-    """Returns the codes and scales of a bfloat16 weight, as a checkpoint has them."""
-    q = mf.tensor.quantize(layer.weight.detach().bfloat16(), spec)
-    raw = q.scale if q.scale.dtype == torch.float32 else q.scale.view(torch.uint8)
-    return serving.operand_of(q.codes, raw, q.amax, spec)
+def exported(model, path):
+    """Returns what a server reads of a converted model, in bfloat16."""
+    mf.export(model, path, dtype=torch.bfloat16)
+    return serving.Folder(path)
 
 
-def served(model, recipe, tokens):
+def served(folder, x_spec, layers, activation, tokens):
     """Returns a server's log-probabilities, and the operands of each of its products."""
-    h, operands = model.embed(tokens).detach().bfloat16(), []
-    for layer in model.layers:
-        x = serving.quantize_tokens(h, recipe.fprop.a)
-        operands.append((x, weight_bytes(layer, recipe.fprop.b)))
-        h = model.activation(serving.linear(*operands[-1]))
-    head = F.linear(h, model.lm_head.weight.detach().bfloat16())
+    h, operands = folder.tensors["embed.weight"].bfloat16()[tokens], []
+    for i in range(layers):
+        operands.append((serving.quantize_tokens(h, x_spec), folder.weight(f"layers.{i}")))
+        h = activation(serving.linear(*operands[-1]))
+    head = F.linear(h, folder.tensors["lm_head.weight"].bfloat16())
     return head.float().log_softmax(-1), operands
 
 
 @pytest.mark.parametrize("master", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", PRESETS)
-def test_log_probabilities_are_those_of_the_server(name, master):
+def test_log_probabilities_are_those_of_the_server(name, master, tmp_path):
     """A float32 master is rounded by autocast, as the checkpoint that the server quantizes is."""
     torch.manual_seed(0)
     recipe, model = mf.Recipe(name), Model([K, N], F.relu).to(master)
@@ -82,13 +80,15 @@ def test_log_probabilities_are_those_of_the_server(name, master):
             weight *= 1 + 2.0**-10 * (torch.rand(N, K) - 0.5)
         model.layers[0].weight.copy_(weight)
     tokens = torch.randint(0, VOCABULARY, (64,))
-    want, operands = served(model, recipe, tokens)
+    mf.quantize_(model, name)
+    folder = exported(model, tmp_path / "served")
+    assert folder.has_input_activations == (name == "fp8_blockwise_served")
+    want, operands = served(folder, recipe.fprop.a, 1, F.relu, tokens)
     for x, w in operands:
         magnitude = x.values.abs() @ w.values.abs().t()
         require_exact_sum(
             magnitude, granule(x.values, 1)[:, None] * granule(w.values, 1)[None], name
         )
-    mf.quantize_(model, name)
     with torch.autocast("cpu", torch.bfloat16, enabled=master == torch.float32):
         got = model(tokens)
     assert torch.equal(got, want)
@@ -97,19 +97,20 @@ def test_log_probabilities_are_those_of_the_server(name, master):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_layers_are_those_of_the_server_within_the_bound_of_sums(name):
+def test_layers_are_those_of_the_server_within_the_bound_of_sums(name, tmp_path):
     """Both round their sums to bf16, which differ by a step of 2^-8 of the value at most."""
     torch.manual_seed(1)
     recipe, model = mf.Recipe(name), Model([K, N, 192], F.silu).bfloat16()
     calls = []
     mf.quantize_(model, name)
+    folder = exported(model, tmp_path / "served")
     for layer in model.layers:
         layer.register_forward_hook(lambda *call: calls.append(call))
     model(torch.randint(0, VOCABULARY, (64,)))
     assert len(calls) == len(model.layers)
-    for layer, (h,), y in calls:
+    for i, (layer, (h,), y) in enumerate(calls):
         x = serving.quantize_tokens(h.detach(), recipe.fprop.a)
-        w = weight_bytes(layer, recipe.fprop.b)
+        w = folder.weight(f"layers.{i}")
         want, got = serving.linear(x, w), y.detach()
         magnitude = (x.values.abs() @ w.values.abs().t()) * w.factors.t() * x.factors
         bound = order_bound(magnitude, layer.in_features, roundings=4) + 2.0**-8 * want.abs()

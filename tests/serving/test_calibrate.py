@@ -5,17 +5,18 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.same_bits import require_same_bytes
-from tests.support.served_models import export, llama, qwen3_moe, tokens
+from tests.support.same_bits import require_all_same, require_same_bytes
+from tests.support.served_models import export, llama, qwen3_moe, tokens, weight_recipe
 
 
 def largest(inputs, name):
     return max(x.abs().max() for x in inputs[name])
 
 
-def test_amaxes_are_those_of_inputs():
+@pytest.mark.parametrize("recipe", ["nvfp4", "nvfp4_served"])
+def test_amaxes_are_those_of_inputs(recipe):
     model = llama()
-    mf.quantize_(model, "nvfp4")
+    mf.quantize_(model, recipe)
     model.train()
     inputs, handles = {}, []
     for name, module in model.named_modules():
@@ -112,3 +113,26 @@ def test_models_and_batches_that_give_no_amaxes():
         mf.calibrate(model, [])
     with pytest.raises(ValueError, match="0: expected finite inputs, got an amax of inf"):
         mf.calibrate(model, [torch.full((2, 64), float("inf"))])
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", "modelopt"])
+@pytest.mark.parametrize("build", [llama, qwen3_moe])
+def test_scales_a_token_have_a_tensor_scale_with_amaxes_and_else_none(build, format, tmp_path):
+    """The folder of nvfp4/row is that of nvfp4: no format names a scale a token."""
+    models = {x: build() for x in ("nvfp4/row", "nvfp4")}
+    for x, model in models.items():
+        mf.quantize_(model, weight_recipe("nvfp4", x))
+    amaxes = mf.calibrate(models["nvfp4/row"], [tokens()])
+    ends = (".input_scale", ".input_global_scale")
+    assert {*amaxes} == {*mf.calibrate(models["nvfp4"], [tokens()])}
+    for folder, options in (
+        ("W4A4", {"amaxes": amaxes}),
+        ("W4A16", {"weight_only": True}),
+        ("W4A16, by itself", {}),
+    ):
+        got, config = export(models["nvfp4/row"], tmp_path / folder, format, **options)
+        options = options or {"weight_only": True}
+        want, expected = export(models["nvfp4"], tmp_path / f"{folder}, nvfp4", format, **options)
+        assert config == expected
+        require_all_same(list(got.values()), list(want.values()))
+        assert any(name.endswith(ends) for name in got) == ("amaxes" in options)

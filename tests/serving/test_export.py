@@ -122,6 +122,45 @@ def test_delayed_scaling_has_the_scale_of_the_next_forward(tmp_path):
             require_same_bytes(tensors[f"{name}.weight_scale"], want.scale.reshape(1), name)
 
 
+GROUPS = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    (
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    ),
+)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["nvfp4_served", "fp8_tensorwise"])
+@pytest.mark.filterwarnings("error")
+def test_layers_that_share_an_amax_have_the_codes_of_training_and_one_scale(
+    recipe, dtype, tmp_path
+):
+    """They are the rows of the codes of the matrix that servers join, and nothing is warned of."""
+    model, spec = llama(), mf.Recipe(recipe).fprop.b
+    mf.quantize_(model, recipe, share_amax="servers")
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is not None):
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    mf.step(model)
+    tensors, _ = export(model, tmp_path / "out", weight_only=True, dtype=dtype)
+    for group in GROUPS:
+        names = [f"model.layers.0.{name}" for name in group]
+        modules = [model.get_submodule(name) for name in names]
+        weights = [m.weight.detach().to(dtype or torch.float32) for m in modules]
+        joined = mf.tensor.quantize(torch.cat(weights), spec)
+        rows = joined.codes.split([len(weight) for weight in weights])
+        found = [layer(tensors, name) for name in names]
+        for module, own, want in zip(modules, found, rows):
+            (codes,) = (own[key].view(torch.uint8) for key in CODES if key in own)
+            require_same_bytes(codes, want.contiguous())
+            x = torch.ones(1, module.in_features, dtype=dtype)
+            require_same_bytes(codes, module.amax_group.operands(module, x, False)[0])
+        key = "weight_global_scale" if spec == "nvfp4" else "weight_scale"
+        assert len({own[key].item() for own in found}) == 1
+
+
 # ---- transformers --------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import accelerate
 import minifloat as mf
 import pytest
 import torch
-from minifloat.serving.load import DECODED
+from minifloat.recipe import FORWARD_W
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -179,7 +179,7 @@ def test_products_of_a_layer_are_those_of_the_values(kind, tmp_path):
 def test_a_quantized_recipe_reads_the_codes_as_they_are(kind, recipe, wanted, tmp_path):
     loaded, _ = loaded_and_plain(kind, tmp_path, recipe)
     layer = loaded.model.layers[0].mlp.up_proj
-    assert layer.recipe == mf.Recipe(wanted.format(DECODED))
+    assert layer.recipe == mf.Recipe(wanted.format(FORWARD_W))
     before = layer.weight.rowwise.codes.clone()
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     fprop = layer.recipe.fprop

@@ -19,7 +19,7 @@ from tests.support.served_models import decompress, export, llama, values, weigh
         (weight_recipe("e4m3/1x128"), {}, "no server reads weights of e4m3/1x128"),
         ("fprop=bf16*bf16 dgrad=mxfp8*mxfp8 wgrad=bf16*bf16", {}, "in high precision"),
         (weight_recipe("e4m3/128x128", "e4m3/row"), {}, "no server casts x as e4m3/row"),
-        (weight_recipe("nvfp4", "nvfp4/row"), {}, "no server casts x as nvfp4/row"),
+        (weight_recipe("mxfp4", "nvfp4/row"), {}, "no server casts x as nvfp4/row"),
         ("nvfp4", {}, "pass amaxes=mf.calibrate(model, batches), or weight_only=True"),
         ("mxfp4", {"format": "modelopt"}, "ModelOpt has no name"),
         ("fp8_tensorwise", {"format": "modelopt"}, "ModelOpt has no name"),
@@ -83,6 +83,10 @@ def test_weights_and_folders_that_cannot_be_written(tmp_path):
     named = torch.nn.Sequential(Batched())
     mf.quantize_(named, "mxfp8", experts={"*": ["weight"]})
     refuse(named, "0.weight: its module's forward alone says how it reads a parameter")
+    replaced = llama()
+    mf.quantize_(replaced, "nvfp4_served", share_amax="servers")
+    replaced.model.layers[0].self_attn.k_proj = torch.nn.Linear(128, 64, bias=False)
+    refuse(replaced, r"self_attn.k_proj: expected a layer under .* got Linear; convert the model")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/file").touch()
     refuse(good, "expected an absent or empty one", folder="full")
@@ -144,5 +148,6 @@ def test_blocks_are_not_cut(tmp_path):
 def test_scales_that_servers_join_are_named(tmp_path):
     model = llama()
     mf.quantize_(model, weight_recipe("nvfp4"))
-    with pytest.warns(UserWarning, match="2 groups of layers .* such as .*q_proj, .*k_proj"):
+    expected = "2 groups of layers .* such as .*q_proj, .*k_proj, .* share_amax='servers' before"
+    with pytest.warns(UserWarning, match=expected):
         mf.export(model, tmp_path / "out")

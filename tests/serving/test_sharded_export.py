@@ -21,6 +21,7 @@ from tests.support.served_models import llama, qwen3_moe, read, tokens
 from tests.support.worlds import run_world
 
 RANKS = 2
+SHARED = "fsdp of shared amaxes"
 
 
 def mixture():
@@ -32,8 +33,9 @@ def whole(kind):
     """Returns the model of a kind, converted, on one rank."""
     model = mixture() if kind.startswith("experts") else llama()
     model = qwen3_moe() if kind == "fsdp of experts" else model
-    recipes = {"tensor parallel": "fp8_rowwise", "fsdp": "nvfp4"}
-    mf.quantize_(model, recipes.get(kind, "*: mxfp8; *.experts: nvfp4"))
+    recipes = {"tensor parallel": "fp8_rowwise", "fsdp": "nvfp4", SHARED: "nvfp4_served"}
+    share_amax = "servers" if kind == SHARED else None
+    mf.quantize_(model, recipes.get(kind, "*: mxfp8; *.experts: nvfp4"), share_amax=share_amax)
     return model
 
 
@@ -56,6 +58,7 @@ def sharded(kind):
 
 KINDS = (
     "fsdp",
+    SHARED,
     "fsdp of experts",
     "tensor parallel",
     "experts over a mesh",

@@ -1,4 +1,4 @@
-"""What a server computes from the bytes of a quantized weight, without code of the library.
+"""What a server computes from the bytes of a folder, without code of the library.
 
 A weight is codes and scales as compressed-tensors stores them (nvfp4-pack-quantized,
 mxfp4-pack-quantized, float-quantized by blocks): a value is code x scale, of NVFP4 divided by
@@ -11,10 +11,13 @@ Shape suffixes: M tokens, K input features, N output features.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.support import oracle
@@ -27,6 +30,13 @@ def fp4_values(packed: Tensor) -> Tensor:
     """Unpacks two E2M1 codes a byte, the even column in the low nibble."""
     codes = torch.stack([packed & 15, packed >> 4], -1).flatten(-2).long()
     return E2M1[codes & 7] * (1 - 2 * (codes >> 3))
+
+
+def fp8_values(codes: Tensor, scale: Tensor, height: int) -> Tensor:
+    """Returns float64 of E4M3 codes (rows, K) and fp32 scales of blocks of height x 128."""
+    rows, cols = codes.shape
+    scales = scale.repeat_interleave(128, 1)[:, :cols].repeat_interleave(height, 0)[:rows]
+    return (codes.float() * scales).double()
 
 
 @dataclass(frozen=True)
@@ -42,40 +52,50 @@ class Operand:
     factors: Tensor
 
 
-def operand_of(codes: Tensor, scale: Tensor, amax: Tensor, spec: str) -> Operand:
-    """Decodes the bytes of an operand.
+ONE = torch.ones(1, 1)
 
-    Args:
-        codes: uint8 (rows, bytes of a row).
-        scale: float32, or the bytes of E4M3 or E8M0, (rows of blocks, columns of blocks).
-        amax: float32, of the tensor or of each row; weight_global_scale is 2688 / amax.
-        spec: nvfp4, nvfp4/row, mxfp4, e4m3/1x128+exact or e4m3/128x128+exact.
-    """
-    one = torch.ones(1, 1)
-    if spec.startswith("nvfp4"):
-        scales = scale.view(torch.float8_e4m3fn).double()
-        # torch computes number / tensor as a product with the reciprocal.
-        global_scale = torch.tensor(2688.0) / amax.float()
-        factors = (torch.tensor(1.0) / global_scale).view(-1, 1)
-        return Operand(fp4_values(codes) * scales.repeat_interleave(16, 1), factors)
-    if spec == "mxfp4":
-        scales = torch.exp2(scale.view(torch.uint8).double() - 127)
-        return Operand(fp4_values(codes) * scales.repeat_interleave(32, 1), one)
-    values = codes.view(torch.float8_e4m3fn)
-    rows, cols = values.shape
-    scales = scale.repeat_interleave(128, 1)[:, :cols]
-    if spec.startswith("e4m3/128x128"):
-        scales = scales.repeat_interleave(128, 0)[:rows]
-    return Operand((values.float() * scales).double(), one)
+
+class Folder:
+    """A folder in compressed-tensors' format, whose quantized layers have one storage."""
+
+    def __init__(self, path: Path) -> None:
+        config = json.loads((path / "config.json").read_text())["quantization_config"]
+        (group,) = config["config_groups"].values()
+        self.arguments = group["weights"]
+        self.has_input_activations = group["input_activations"] is not None
+        self.tensors = load_file(path / "model.safetensors")
+
+    def weight(self, layer: str) -> Operand:
+        """Decodes the weight (N, K) of a quantized layer."""
+        scale, size = self.tensors[f"{layer}.weight_scale"], self.arguments["group_size"]
+        if self.arguments["strategy"] == "block":
+            height, width = self.arguments["block_structure"]
+            assert width == 128
+            return Operand(fp8_values(self.tensors[f"{layer}.weight"], scale, height), ONE)
+        values = fp4_values(self.tensors[f"{layer}.weight_packed"])
+        if self.arguments["strategy"] == "group":
+            powers = torch.exp2(scale.double() - 127)
+            return Operand(values * powers.repeat_interleave(size, 1), ONE)
+        assert self.arguments["strategy"] == "tensor_group"
+        factor = torch.tensor(1.0) / self.tensors[f"{layer}.weight_global_scale"]
+        return Operand(values * scale.double().repeat_interleave(size, 1), factor.view(1, 1))
 
 
 def quantize_tokens(x_MK: Tensor, spec: str) -> Operand:
-    """Quantizes activations as a server does, each token alone; under bf16 they stay values."""
+    """Quantizes activations as a server does, each token alone; under bf16 they stay values.
+
+    spec: bf16, nvfp4/row or e4m3/1x128+exact.
+    """
     if spec == "bf16":
-        return Operand(x_MK.double(), torch.ones(1, 1))
+        return Operand(x_MK.double(), ONE)
     cast = oracle.quantize(x_MK.float().numpy(), spec)[:3]  # without an amax where blocks have one
-    tensors = [torch.from_numpy(np.array(a if a is not None else F32(0))) for a in cast]
-    return operand_of(*tensors, spec)
+    codes, scale, amax = (torch.from_numpy(np.array(a if a is not None else F32(0))) for a in cast)
+    if spec == "e4m3/1x128+exact":
+        return Operand(fp8_values(codes.view(torch.float8_e4m3fn), scale, 1), ONE)
+    scales = scale.view(torch.float8_e4m3fn).double()
+    # torch computes number / tensor as a product with the reciprocal.
+    factors = torch.tensor(1.0) / (torch.tensor(2688.0) / amax.float())
+    return Operand(fp4_values(codes) * scales.repeat_interleave(16, 1), factors.view(-1, 1))
 
 
 def linear(x: Operand, w: Operand) -> Tensor:

@@ -27,6 +27,12 @@ SHARE_AMAX = (None, "servers")
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("wq", "wk", "wv"), ("w1", "w3"))
 
 
+def fused_group(name: str) -> tuple[str, tuple[str, ...]] | None:
+    """Returns (parent's name, members) of the layers that servers compute as one with this one."""
+    parent, _, leaf = name.rpartition(".")
+    return next(((parent, group) for group in FUSED if leaf in group), None)
+
+
 class AmaxGroup:
     """Layers of one module whose weights share an amax.
 
@@ -39,11 +45,11 @@ class AmaxGroup:
     def __init__(self, parent: nn.Module, names: tuple[str, ...], title: str) -> None:
         self.parent, self.names, self.title = parent, names, title
 
-    def weights(self, recipe: Recipe) -> list[Tensor]:
-        """Returns the weights of the layers.
+    def layers(self, recipe: Recipe) -> list[Any]:
+        """Returns the layers.
 
         Raises:
-            ValueError: a layer is no longer one under this recipe, or a weight is cut over ranks.
+            ValueError: one is no longer a layer under this recipe.
         """
         found = []
         for name in self.names:
@@ -54,6 +60,17 @@ class AmaxGroup:
                     f"{', '.join(self.names)} share, got {type(layer).__name__}; convert the "
                     "model again"
                 )
+            found.append(layer)
+        return found
+
+    def weights(self, recipe: Recipe) -> list[Tensor]:
+        """Returns the weights of the layers.
+
+        Raises:
+            ValueError: a layer is no longer one under this recipe, or a weight is cut over ranks.
+        """
+        found = []
+        for name, layer in zip(self.names, self.layers(recipe)):
             if is_distributed(layer.weight):
                 raise ValueError(
                     f"{self.title}.{name}: expected a whole weight, as its amax is shared, got a "

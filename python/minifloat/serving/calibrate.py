@@ -35,6 +35,7 @@ from ..nn.state.recipe_state import RecipeState
 from ..private_torch import TorchDispatchMode
 from ..spec import Spec
 from .ranks import of_all_ranks
+from .schemes import is_nvfp4_row
 
 FORM = ("limit", "alpha", "interleaved", "pairs", "groups")  # arguments of the op swiglu
 
@@ -42,8 +43,9 @@ FORM = ("limit", "alpha", "interleaved", "pairs", "groups")  # arguments of the 
 def calibrate(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
     """Runs batches through a converted model, and records the amax of inputs for mf.export.
 
-    Only layers whose forward casts x by one amax of the whole tensor have one: `nvfp4`,
-    `e4m3/tensor`. The model is evaluated without gradients, and keeps its state.
+    Only layers whose forward casts x by one amax of the whole tensor have one, `nvfp4` and
+    `e4m3/tensor`, and those of `nvfp4/row`, whose x servers may cast so. The model is evaluated
+    without gradients, and keeps its state.
 
     All ranks of torch.distributed call it together, each with as many batches of its own, and
     receive the largest amaxes of all.
@@ -93,14 +95,14 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
 
 
 def layers_of(model: nn.Module) -> Iterable[tuple[str, RecipeState]]:
-    """Yields (name, state) of the layers whose forward casts x by one amax."""
+    """Yields (name, state) of the layers whose x a server may cast by one amax."""
     for raw_fqn, module in model.named_modules():
         fqn = clean_name(raw_fqn)
         states: dict[str, RecipeState] = {fqn: module} if isinstance(module, Linear) else {}
         states |= {join(fqn, name): p for name, p in products_by_weight(module).items()}
         for name, state in states.items():
             x = Spec.parse(state.recipe.fprop.a)
-            if x.amax_of == "tensor" and not x.transform:
+            if (x.amax_of == "tensor" and not x.transform) or is_nvfp4_row(x):
                 yield name, state
 
 

@@ -14,7 +14,15 @@ from torch import Tensor
 
 from ..spec import Spec
 from ..tensor.quantized import Quantized, quantize, raw_scale
-from .schemes import COMPRESSED_TENSORS, MODELOPT, Scheme, Storage
+from .schemes import (
+    COMPRESSED_TENSORS,
+    DIVIDES,
+    MODELOPT,
+    MULTIPLIES,
+    SCALE,
+    Scheme,
+    Storage,
+)
 from .weights import Part
 
 
@@ -40,7 +48,7 @@ def tensors_of(q: Quantized, part: Part, storage: Storage, format: str) -> dict[
         codes = codes.view(torch.float8_e4m3fn)
     found = {
         scheme.codes_name(format): codes,
-        "weight_scale": scale_of(q.spec, scale, rows, scheme, format),
+        f"weight{SCALE}": scale_of(q.spec, scale, rows, scheme, format),
     }
     if scheme.has_global_scale:
         found |= global_scale("weight", q.spec, amax, format)
@@ -80,17 +88,17 @@ def global_scale(operand: str, text: str, amax: Tensor, format: str) -> dict[str
     amax = torch.ones(()) if amax.is_meta else amax.detach().reshape(()).float().cpu()
     factor = Quantized(one, scale, amax, text, (1, 16)).dequantize()[0, 0]
     if format == MODELOPT:
-        return {"weight_scale_2" if operand == "weight" else "input_scale": factor}
+        return {f"weight{MULTIPLIES}" if operand == "weight" else f"input{SCALE}": factor}
     # Servers invert it again. In fp32 the inverse of the inverse of an inverse is the first one.
     inverse = factor.reciprocal().reshape(1)
     if not torch.isfinite(inverse):
         raise ValueError(f"export: {operand}: expected an amax far from underflow, got {amax}")
-    return {f"{operand}_global_scale": inverse}
+    return {f"{operand}{DIVIDES}": inverse}
 
 
 def input_tensors(x: Spec, amax: Tensor, storage: Storage, format: str) -> dict[str, Tensor]:
     """Returns the scale of a layer's input that was known before, by its name within the layer."""
     if storage.scheme.has_global_scale:
-        return global_scale("input", x.text, amax, format)
+        return global_scale("input", x.text.replace("/row", ""), amax, format)
     scale = quantize(amax.detach().float().cpu().reshape(1, 1), "e4m3/tensor").scale
-    return {"input_scale": scale.reshape(1 if format == COMPRESSED_TENSORS else ())}
+    return {f"input{SCALE}": scale.reshape(1 if format == COMPRESSED_TENSORS else ())}

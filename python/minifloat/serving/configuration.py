@@ -55,25 +55,30 @@ def expression(name: str) -> str:
     return f"re:{re.escape(head)}\\d+{re.escape(tail)}$" if has_number else name
 
 
-def compressed_tensors_config(found: Found) -> dict[str, Any]:
-    """Returns config.json's quantization_config of compressed-tensors."""
+def config_groups(found: Found) -> dict[str, dict[str, Any]]:
+    """Returns the different storages of a folder as compressed-tensors has them."""
     groups = groups_of(found.weights)
-    config_groups = {
+    return {
         f"group_{i}": {
-            "targets": ["Linear"] if len(groups) == 1 else targets_of(weights),
-            "weights": storage.scheme.arguments,
+            "targets": targets_of(weights) if len(groups) > 1 else ["Linear"],
+            "weights": storage.scheme.arguments(),
             "input_activations": storage.inputs,
             "output_activations": None,
             "format": storage.format,
         }
         for i, (storage, weights) in enumerate(groups)
     }
-    formats = {storage.format for storage, _ in groups}
+
+
+def compressed_tensors_config(found: Found) -> dict[str, Any]:
+    """Returns config.json's quantization_config of compressed-tensors."""
+    groups = config_groups(found)
+    formats = {group["format"] for group in groups.values()}
     return {
         "quant_method": COMPRESSED_TENSORS,
         "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
-        "config_groups": config_groups,
+        "config_groups": groups,
         "ignore": expressions(found.ignored),
     }
 
@@ -101,13 +106,9 @@ def modelopt_config(found: Found) -> dict[str, Any]:
 def embedded_modelopt_config(found: Found) -> dict[str, Any]:
     """Returns config.json's quantization_config of ModelOpt, which says what the file says."""
     about = modelopt_config(found)["quantization"]
+    keys = ("weights", "input_activations", "targets")
     groups = {
-        f"group_{i}": {
-            "weights": storage.scheme.arguments,
-            "input_activations": storage.inputs,
-            "targets": ["Linear"] if "quantized_layers" not in about else targets_of(weights),
-        }
-        for i, (storage, weights) in enumerate(groups_of(found.weights))
+        name: {key: group[key] for key in keys} for name, group in config_groups(found).items()
     }
     about["ignore"] = about.pop("exclude_modules")
     about.pop("kv_cache_quant_algo")

@@ -26,15 +26,25 @@ from torch import Tensor, nn
 
 from ..checks import require_bool, require_module, require_one_of
 from ..nn.names import unwrapped
+from ..nn.shared_amax import fused_group
 from ..spec import Spec
 from ..tensor.quantized import Quantized
 from .codes import input_tensors, tensors_of
 from .configuration import write_configuration, write_json
 from .ranks import is_writer, of_all_ranks
-from .schemes import COMPRESSED_TENSORS, FORMATS, MODELOPT
-from .weights import Found, Names, Weight, find, fused_group, names_of, whole_of, without_values
+from .schemes import COMPRESSED_TENSORS, FORMATS, INDEX, MODELOPT
+from .weights import (
+    Found,
+    Names,
+    Weight,
+    find,
+    names_of,
+    shared_amaxes,
+    whole_of,
+    without_values,
+)
 
-PATTERN, INDEX = "model{suffix}.safetensors", "model.safetensors.index.json"
+PATTERN = "model{suffix}.safetensors"
 DTYPES = (None, torch.float32, torch.bfloat16)
 
 
@@ -62,7 +72,8 @@ def export(
         folder: absent, or empty.
         format: "compressed-tensors" or "modelopt".
         amaxes: what mf.calibrate returned, for servers that cast x by a scale known before: those
-            of NVFP4, and of `e4m3/tensor`, which else is cast by token. None: no layer has one.
+            of NVFP4, and of `e4m3/tensor`, which else is cast by token. Without them layers of
+            `nvfp4/row` are written as weights alone. None: no layer has one.
         weight_only: whether servers leave x in high precision.
         dtype: what forwards read weights in, where it is not their own: autocast's, or the
             param_dtype of FSDP2. Weights are rounded to it before they are cast.
@@ -98,8 +109,9 @@ def export(
             raise
         raise ValueError(f"export: expected an adapter of this model, got {error!r}") from error
     raise_together(found, problems_of(found, target, format, amaxes))
+    shared = shared_amaxes(found.weights, dtype)
 
-    writer = Writer(found, convert, target, format, amaxes, dtype)
+    writer = Writer(found, convert, target, format, amaxes, shared, dtype)
     writer.attempt(writer.plan)
     for weight in found.weights:
         whole = weight.whole()
@@ -172,7 +184,8 @@ class Writer:
     convert: Names
     folder: Path
     format: str
-    amaxes: dict[str, Tensor]
+    amaxes: dict[str, Tensor]  # of x
+    shared: dict[str, Tensor]  # amaxes of W that layers share
     dtype: torch.dtype | None
     files: dict[str, str] = field(default_factory=dict)  # of each tensor
     missing: dict[str, set[str]] = field(default_factory=dict)  # tensors of each file
@@ -208,7 +221,8 @@ class Writer:
 
     def take_weight(self, weight: Weight, whole: Tensor) -> None:
         """Casts a parameter, and writes its layers."""
-        self.take(self.layers(weight, weight.cast(whole, self.dtype)))
+        amax = self.shared.get(weight.layer)
+        self.take(self.layers(weight, weight.cast(whole, self.dtype, amax)))
 
     def take_other(self, name: str, whole: Tensor) -> None:
         """Writes a tensor as it is."""
@@ -221,7 +235,7 @@ class Writer:
         for part in weight.parts:
             tensors = tensors_of(q, part, weight.storage, self.format)
             if weight.storage.needs_input_amax:
-                amax = self.shared_amax(weight)
+                amax = self.input_amax(weight)
                 x = Spec.parse(weight.state.recipe.fprop.a)
                 tensors |= input_tensors(x, amax, weight.storage, self.format)
             found |= {f"{part.name}.{name}": tensor for name, tensor in tensors.items()}
@@ -230,7 +244,7 @@ class Writer:
                 self.tensor_amaxes[part.name] = amax.cpu()
         return found
 
-    def shared_amax(self, weight: Weight) -> Tensor:
+    def input_amax(self, weight: Weight) -> Tensor:
         """Returns the largest amax of x among the layers that servers compute as one with this."""
         group = fused_group(weight.layer)
         names = [w.layer for w in self.found.weights if group and fused_group(w.layer) == group]
@@ -260,7 +274,8 @@ class Writer:
             warnings.warn(
                 f"export: {len(apart)} groups of layers that servers compute as one have tensor "
                 f"scales of their own, such as {apart[0]}. vLLM takes one of the scales for all of "
-                "them, so what it computes differs from the codes' values",
+                "them, so what it computes differs from the codes' values; convert the model with "
+                "share_amax='servers' before it is trained",
                 stacklevel=4,
             )
 

@@ -14,13 +14,15 @@ from .export import export
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*")
 
 
-def quantize_folder(model: str, out: str, recipe: str, format: str, weight_only: bool) -> Report:
+def quantize_folder(
+    model: str, out: str, recipe: str, format: str, weight_only: bool, share_amax: str | None
+) -> Report:
     """Loads a causal language model, converts and exports it, and copies its tokenizer.
 
     Args:
         model: a folder with plain weights.
         out: a folder, absent or empty.
-        recipe, format, weight_only: as those of mf.quantize_ and mf.export.
+        recipe, format, weight_only, share_amax: as those of mf.quantize_ and mf.export.
 
     Returns:
         Which layers were converted.
@@ -30,7 +32,7 @@ def quantize_folder(model: str, out: str, recipe: str, format: str, weight_only:
     if not Path(model, "config.json").is_file():
         raise ValueError(f"MODEL: expected a folder with config.json, got {model}")
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    report = quantize_(loaded, recipe)
+    report = quantize_(loaded, recipe, share_amax=share_amax)
     export(loaded, out, format, weight_only=weight_only)
     for pattern in TOKENIZER:
         for path in Path(model).glob(pattern):

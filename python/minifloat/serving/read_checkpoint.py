@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-INDEX = "model.safetensors.index.json"
-METHODS = ("compressed-tensors", "modelopt", "fp8", "mxfp4")
+from .schemes import COMPRESSED_TENSORS, INDEX, METHODS, MODELOPT
 
 
 class Source(NamedTuple):
@@ -94,13 +93,13 @@ def require_method(source: Source) -> None:
     config = read_json(folder / "config.json").get("quantization_config") or {}
     method = config.get("quant_method")
     if not config and read_json(folder / "hf_quant_config.json"):
-        method = "modelopt"
+        method = MODELOPT
     if method not in METHODS:
         raise source.error(
             f"expected quantization_config.quant_method in {folder / 'config.json'} as one of "
             f"{', '.join(METHODS)}, or hf_quant_config.json, got {method!r}"
         )
-    groups = config.get("config_groups") if method == "compressed-tensors" else None
+    groups = config.get("config_groups") if method == COMPRESSED_TENSORS else None
     for name, group in (groups or {}).items():
         weights = group.get("weights") or {}
         if weights.get("type") != "float" or not weights.get("symmetric", True):

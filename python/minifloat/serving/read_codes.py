@@ -7,8 +7,9 @@
     mxfp8        E4M3                _scale, E8M0, 1x32
     FP8          E4M3                _scale, _scale_inv: of a tensor, of rows, 1x128, 128x128
 
-A name's part before these ends is the parameter's: q_proj.weight, experts.down_proj. Which spec a
-weight has follows from dtypes and shapes. Codes and block scales stay as they are.
+The layouts are those of schemes.py. A name's part before these ends is the parameter's:
+q_proj.weight, experts.down_proj. Which spec a weight has follows from dtypes and shapes. Codes and
+block scales stay as they are.
 
 A factor of NVFP4 is stored here as an amax A, of which the factor is 1 / (2688 / A), or 1 / (1536 /
 A) under +4over6. `nvfp4_amax` finds the A whose values are the checkpoint's, but for some ties.
@@ -25,18 +26,28 @@ from torch import Tensor
 
 from ..spec import Spec
 from ..tensor.quantized import Quantized, dequantize
+from . import schemes
 from .read_checkpoint import Source
+from .schemes import DIVIDES, MULTIPLIES
 
-CODES = ("", "_packed", "_blocks")  # ends of names
-SCALES = ("_scale", "_scale_inv", "_scales")
-DIVIDES, MULTIPLIES = "_global_scale", "_scale_2"
+CODES = ("", schemes.PACKED, schemes.BLOCKS)  # ends of names
+SCALES = (schemes.SCALE, schemes.INVERSE, schemes.SCALES)
 # Scales of activations and of caches, which a layer here finds itself, by the ends of their names.
 ACTIVATIONS = (".input_scale", ".input_global_scale", "activation_scale", ".output_scale")
 CACHES = (".q_scale", ".k_scale", ".v_scale")
 TENSOR, ROW, NVFP4 = "e4m3/tensor", "e4m3/row+exact", "nvfp4"
 NUMERATORS = {NVFP4: 2688.0, "nvfp4+4over6": 1536.0}  # S · A (docs/numerics.md, section 5)
 NEIGHBOURS = 4  # amaxes that are tried on each side of the first, next to each other in float32
-BLOCK = 128
+# The first one that dtypes and shapes fit: one scale is that of the tensor.
+LAYOUTS = {
+    NVFP4: schemes.NVFP4,
+    "mxfp4": schemes.WEIGHTS["e2m1", "mx"],
+    "mxfp8": schemes.WEIGHTS["e4m3", "mx"],
+    TENSOR: schemes.WEIGHTS["e4m3", "tensor"],
+    ROW: schemes.WEIGHTS["e4m3", "row"],
+    "e4m3/128x128+exact": schemes.WEIGHTS["e4m3", "block"],
+    "e4m3/1x128+exact": schemes.FP8_GROUPS,
+}
 BF16_STEP = 2.0**-7  # from a number to the next one, over the number, at the most
 
 
@@ -117,23 +128,12 @@ def spec_of(
     grid = scales[len(experts) :]
     if list(scales[: len(experts)]) != experts:
         return None
-    is_mx = scale in (torch.uint8, torch.float8_e8m0fnu) and grid == (n, k / 32)
-    if codes in (torch.uint8, torch.int8):
-        is_nvfp4 = scale == torch.float8_e4m3fn and grid == (n, k / 16)
-        return NVFP4 if is_nvfp4 else "mxfp4" if is_mx else None
-    if codes != torch.float8_e4m3fn or is_mx:
-        return "mxfp8" if is_mx else None
-    if not (scale.is_floating_point and (scale.itemsize > 1 or scale == torch.float8_e8m0fnu)):
-        return None
-    rows, cols = -(-n // BLOCK), -(-k // BLOCK)
-    specs = {
-        (n,): ROW,
-        (n, cols): "e4m3/1x128+exact",
-        (rows, cols): "e4m3/128x128+exact",
-        (rows, 1, cols, 1): "e4m3/128x128+exact",
-        (n, 1): ROW,
-    }
-    return TENSOR if prod(grid) == 1 else specs.get(grid)
+    fits = (
+        spec
+        for spec, scheme in LAYOUTS.items()
+        if scheme.reads(codes, scale) and scheme.has_grid(grid, n, k)
+    )
+    return next(fits, None)
 
 
 def read_part(source: Source, weight: Stored, spec: str) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -28,17 +28,18 @@ from ..nn.grouped_product import GroupedProduct, products_by_weight
 from ..nn.linear import Linear
 from ..nn.names import clean_name, join
 from ..nn.registry import is_distributed
+from ..nn.shared_amax import AmaxGroup
 from ..nn.state.recipe_state import RecipeState
 from ..recipe import operand_names
 from ..spec import Spec
 from ..tensor.quantized import Quantized, quantize
 from ..tensor.quantized_tensor import QuantizedTensor
+from .calibrate import amax_of
+from .ranks import of_all_ranks
 from .schemes import Scheme, Storage, storage_of
 
 Names = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # own names -> a checkpoint's
 SUFFIX = ".weight"
-# Layers that servers compute as one product, by the last part of their names.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("wq", "wk", "wv"), ("w1", "w3"))
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,12 @@ class Weight:
         return Spec.parse(self.state.recipe.fprop.b)
 
     @property
-    def active_amax(self) -> Tensor | None:
+    def amax_group(self) -> AmaxGroup | None:
+        """The layers that share an amax of W; None: W has its own."""
+        return getattr(self.state, "amax_group", None)
+
+    @property
+    def delayed_amax(self) -> Tensor | None:
         """The amax by which delayed scaling casts W in a forward now, () or (E); None: W's own."""
         history = self.state.amax_history
         if history is None or not self.spec.is_delayed:
@@ -94,28 +100,62 @@ class Weight:
         """Gathers the parameter; all ranks call it together."""
         return whole_of(self.parameter, self.state)
 
-    def cast(self, whole: Tensor, dtype: torch.dtype | None) -> Quantized:
+    def cast(self, whole: Tensor, dtype: torch.dtype | None, amax: Tensor | None) -> Quantized:
         """Returns the codes that a forward reads.
 
         Args:
             whole: the parameter.
             dtype: what forwards read it in; None: its own.
+            amax: what it shares with other layers; None: nothing.
         """
         if isinstance(whole, QuantizedTensor):
             return whole.direction(self.spec.text, False)
         whole = whole.to(dtype or whole.dtype).contiguous()
-        return quantize(whole, self.spec.text, amax=self.active_amax)
+        amax = self.delayed_amax if amax is None else amax.to(whole.device)
+        return quantize(whole, self.spec.text, amax=amax)
 
     def codes_without_values(self) -> Quantized:
         """Returns tensors of the shapes and dtypes that `cast` returns, on meta."""
         return quantize(torch.empty(self.shape, device="meta"), self.spec.text)
 
+    @property
+    def local(self) -> Tensor:
+        """This rank's part of the parameter."""
+        return getattr(self.parameter, "_local_tensor", self.parameter).detach()
+
     def is_finite(self) -> bool:
         """Tells whether this rank's part of the parameter has neither Inf nor NaN."""
-        local = getattr(self.parameter, "_local_tensor", self.parameter).detach()
+        local = self.local
         if isinstance(local, QuantizedTensor):
             local = local.direction(self.spec.text, False).scale.float()
         return bool(torch.isfinite(local).all())
+
+
+def shared_amaxes(weights: Sequence[Weight], dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Returns the amax, float32 (), of each layer that shares one of W, by the layer's name.
+
+    All ranks call it together.
+
+    Args:
+        weights: those of the model.
+        dtype: what forwards read them in; None: their own.
+
+    Raises:
+        ValueError: a layer of a group was replaced.
+    """
+    own: dict[str, float] = {}
+    members: dict[AmaxGroup, list[str]] = {}
+    for weight in weights:
+        if (group := weight.amax_group) is not None:
+            group.layers(weight.state.recipe)
+            members.setdefault(group, []).append(weight.layer)
+            own[weight.layer] = float(amax_of(weight.local.to(dtype or weight.local.dtype)))
+    every = of_all_ranks(own)
+    return {
+        name: torch.tensor(max(of_rank[n] for of_rank in every for n in names))
+        for names in members.values()
+        for name in names
+    }
 
 
 def whole_of(tensor: Tensor, state: RecipeState | None = None) -> Tensor:
@@ -355,9 +395,3 @@ def pattern_of(layer: str) -> str:
 def without_values(tensor: Tensor) -> Tensor:
     """Returns a tensor of the same shape and dtype, on meta."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def fused_group(name: str) -> tuple[str, tuple[str, ...]] | None:
-    """Returns (parent's name, members) of the layers that servers compute as one with this one."""
-    parent, _, leaf = name.rpartition(".")
-    return next(((parent, group) for group in FUSED if leaf in group), None)
