@@ -144,6 +144,25 @@ class Mixture(nn.Module):
         return x + self.moe(x)
 
 
+@pytest.mark.parametrize("options", [{}, {"fuse": True}, {"recompute": "weight"}], ids=str)
+@pytest.mark.parametrize("name", PRESETS)
+def test_frozen_weights_leave_other_gradients_as_they_are(name, options):
+    torch.manual_seed(3)
+    model, x = Mixture().bfloat16(), torch.randn(32, 128).bfloat16()
+    mf.quantize_(model, name, keep="nothing", **options)
+    wanted, leaves = {}, {"x": x.requires_grad_(), **dict(model.named_parameters())}
+    leaves = {n: t for n, t in leaves.items() if t.requires_grad}
+    weights = {n for n, p in leaves.items() if n != "x" and p.dim() > 1}
+    for frozen in (set(), weights, {"w1.weight"}, {"w1.weight", "w3.weight"}, {"w2.weight"}):
+        for fqn in weights:
+            leaves[fqn].requires_grad_(fqn not in frozen)
+        used = {n: t for n, t in leaves.items() if n not in frozen}
+        got = torch.autograd.grad(model(x).float().square().mean(), [*used.values()])
+        wanted = wanted or dict(zip(used, got))
+        for fqn, gradient in zip(used, got):
+            assert torch.equal(gradient, wanted[fqn]), (fqn, frozen)
+
+
 @pytest.mark.parametrize("recompute", [None, "weight"])
 def test_compiled_code_and_recomputed_weights_give_the_same_bits(recompute):
     torch.manual_seed(3)
