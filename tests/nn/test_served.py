@@ -179,3 +179,17 @@ def test_compiled_code_and_recomputed_weights_give_the_same_bits(recompute):
         found.append([y, *torch.autograd.grad(y.float().square().mean(), [leaf, *used])])
     for got, want in zip(*found):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+@pytest.mark.parametrize("name", PRESETS)
+def test_compiled_code_trains_past_frozen_weights(name, fuse):
+    torch.manual_seed(3)
+    model, x = Mixture().bfloat16(), torch.randn(32, 128).bfloat16().requires_grad_()
+    mf.quantize_(model, name, keep="nothing", fuse=fuse)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    other = copy.deepcopy(model)
+    other.compile(backend="aot_eager", fullgraph=True)
+    found = [torch.autograd.grad(each(x).float().square().mean(), x) for each in (model, other)]
+    assert torch.equal(found[0][0], found[1][0])

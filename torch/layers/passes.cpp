@@ -282,7 +282,8 @@ ProductInput backward_input(const SavedLayers& layers, const QuantizedOperand& o
   const Spec& spec = recipe.spec_of_codes(place);
   if (!recipe.specs[place].is_of_forward())
     return cast_input(spec, operand.codes, operand.scale, amax_of_codes(spec, operand));
-  if (!operand.codes.defined()) return {};  // no gradient needs it
+  // No gradient needs it: undefined, or of no dimensions of a matrix where code is traced.
+  if (!operand.codes.defined() || operand.codes.dim() < 2) return {};
   // Layers that share x have as many input features.
   const SymInt& k = layers.features[0][1];
   std::optional<Tensor> table;
