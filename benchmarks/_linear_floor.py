@@ -38,12 +38,19 @@ def family(spec: str) -> str:
     return parsed.rule if parsed.rule in ("tensor", "row") else ""
 
 
+def multiplies_fp4_by_fp8(product: mf.recipe.Product) -> bool:
+    """Tells whether an FP8 product by rows multiplies FP4 codes, converted."""
+    specs = [Spec.parse(spec) for spec in (product.a, product.b)]
+    has_fp4 = any(spec.is_fp4_by_powers_of_two for spec in specs)
+    return has_fp4 and all(s.is_fp4_by_powers_of_two or s.rule == "row" for s in specs)
+
+
 def value_bytes(product: mf.recipe.Product) -> int:
     """Returns the bytes an element of values that the product reads; 0: it reads the codes."""
     specs = (product.a, product.b)
     if all(Spec.parse(spec).is_bf16 for spec in specs) or all(family(spec) for spec in specs):
         return 0
-    return 1 if all(Spec.parse(spec).is_fp4_by_powers_of_two for spec in specs) else 2
+    return 1 if multiplies_fp4_by_fp8(product) else 2
 
 
 # ---- Bytes ---------------------------------------------------------------------------------------
@@ -151,7 +158,7 @@ def bare_product(
 ) -> Callable[[], object]:
     """Returns a call of the engine's product (m, k) · (n, k)ᵀ on prepared operands."""
     a_spec, b_spec = product.a, product.b
-    if all(Spec.parse(s).is_fp4_by_powers_of_two for s in (a_spec, b_spec)):
+    if multiplies_fp4_by_fp8(product):
         a_spec = b_spec = "e4m3/row"
     if not (family(a_spec) and family(b_spec)) or device.type != "cuda":
         a = torch.randn(m, k, device=device, dtype=torch.bfloat16)

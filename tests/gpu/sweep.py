@@ -204,12 +204,14 @@ def recipe_pairs() -> list[tuple[str, str]]:
     """Lists the specs of the two directions of x, W and g in every preset, and under MS-EDEN."""
     import minifloat as mf
 
+    def cast(text: str) -> str:
+        return "" if text == "bf16" or text.startswith("fprop.") else text
+
     pairs: dict[tuple[str, str], None] = {}
     for name in (*mf.presets(), EDEN_RECIPE):
         p = mf.Recipe(name)
         for row, col in ((p.fprop.a, p.wgrad.b), (p.fprop.b, p.dgrad.b), (p.dgrad.a, p.wgrad.a)):
-            pair = ("" if row == "bf16" else row, "" if col == "bf16" else col)
-            if any(pair):
+            if any(pair := (cast(row), cast(col))):
                 pairs[pair] = None
     return list(pairs)
 

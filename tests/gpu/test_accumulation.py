@@ -17,7 +17,8 @@ from tests.gpu.test_layers import tolerance
 
 pytestmark = pytest.mark.gpu
 
-PRESETS = [recipe for recipe in mf.presets() if recipe != "bf16"]
+# Where wgrad reads fprop's codes, layers alone know them.
+PRESETS = [r for r in mf.presets() if r != "bf16" and mf.Recipe(r).wgrad.b != "fprop.x"]
 SIZES = [(256, 384, 128), (45, 70, 37)]  # tokens, K, N
 ROUNDINGS = 2.0**-22  # two, of float32
 FUSED = [

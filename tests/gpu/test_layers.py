@@ -57,10 +57,11 @@ def is_fp8(product: mf.recipe.Product) -> bool:
     return all(s.startswith("e") and s.split("/")[1] in families for s in specs)
 
 
-def is_powers_of_two_fp4(product: mf.recipe.Product) -> bool:
+def is_fp4_by_fp8(product: mf.recipe.Product) -> bool:
     """Tells whether it may run as an FP8 product of the same values."""
     return all(
-        s.startswith("mxfp4") or ("nvfp4" in s and "+pow2" in s) for s in (product.a, product.b)
+        s.startswith(("mxfp4", "e4m3/row")) or ("nvfp4" in s and "+pow2" in s)
+        for s in (product.a, product.b)
     )
 
 
@@ -71,7 +72,7 @@ def tolerance(product: mf.recipe.Product, dtype: torch.dtype) -> float:
     the result is bf16, both round it once, and differ by at most one place, 2^-8. FP8 tensor cores
     cut 32 products at 2^-13 of the largest; over 400 of them that stays under 2^-7 of the result.
     """
-    if is_fp8(product) or is_powers_of_two_fp4(product):
+    if is_fp8(product) or is_fp4_by_fp8(product):
         return 2.0**-7
     return 400 * 2.0**-24 if dtype == torch.float32 else 2.0**-8
 

@@ -59,8 +59,8 @@ def build(recipe: str, device: torch.device, fuse: bool) -> nn.Module:
     return model
 
 
-# Recipes, each without and with fused feed-forwards. Under these two weight gradients read values.
-UNFUSED = ("bf16", "fp8_rowwise_gw_hp")
+# Recipes, each without and with fused feed-forwards. Under these weight gradients read values.
+UNFUSED = ("bf16", "fp8_rowwise_gw_hp", "mxfp4_weights_served")
 MODELS = [(r, False) for r in mf.presets()]
 MODELS += [(r, True) for r in mf.presets() if r not in UNFUSED]
 
