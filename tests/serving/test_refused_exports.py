@@ -47,6 +47,13 @@ class Batched(torch.nn.Module):
         return torch.bmm(x, self.weight)
 
 
+class Stateful(torch.nn.Module):
+    """A module whose state dict has more than tensors."""
+
+    def get_extra_state(self):
+        return {"seen": 1}
+
+
 def test_weights_and_folders_that_cannot_be_written(tmp_path):
     def refuse(model, what, folder="out", **options):
         with pytest.raises(ValueError, match=what):
@@ -66,6 +73,12 @@ def test_weights_and_folders_that_cannot_be_written(tmp_path):
     good = llama()
     mf.quantize_(good, "mxfp8")
     refuse(good, "amaxes: lm_head: no converted layer", amaxes={"lm_head": torch.ones(())})
+    for amax in (torch.tensor(float("nan")), torch.tensor(-1.0), torch.ones(2), 1.0):
+        q_proj = "model.layers.0.self_attn.q_proj"
+        refuse(good, f"amaxes: {q_proj}: expected a finite tensor", amaxes={q_proj: amax})
+    stateful = torch.nn.Sequential(torch.nn.Linear(64, 64), Stateful())
+    mf.quantize_(stateful, "mxfp8", keep="nothing")
+    refuse(stateful, "1._extra_state: a checkpoint has tensors alone, got dict")
     meta = torch.nn.Sequential(torch.nn.Linear(64, 64, device="meta"))
     mf.quantize_(meta, "mxfp8", keep="nothing")
     refuse(meta, "0: its weight has no values, on meta")

@@ -12,6 +12,7 @@ The first rank writes. It has one parameter whole, and the codes of a file, 5 GB
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections import defaultdict
@@ -144,6 +145,11 @@ def problems_of(
     problems |= {n: "it has no values, on meta" for n, t in found.others.items() if t.is_meta}
     known = {weight.layer for weight in found.weights} | set(found.problems)
     problems |= {f"amaxes: {n}": "no converted layer has this name" for n in {*amaxes} - known}
+    problems |= {
+        f"amaxes: {n}": f"expected a finite tensor () of at least 0, got {amax!r}"
+        for n, amax in amaxes.items()
+        if not (isinstance(amax, Tensor) and amax.dim() == 0 and 0 <= amax.item() < math.inf)
+    }
     if not found.weights and not found.problems:
         problems["model"] = "expected layers that mf.quantize_ converted, got none"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -262,7 +268,8 @@ class Writer:
             self.missing[file].discard(name)
             if not self.missing[file]:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                save_file(self.held.pop(file), self.folder / file, metadata={"format": "pt"})
+                tensors_of_file = apart(self.held.pop(file))
+                save_file(tensors_of_file, self.folder / file, metadata={"format": "pt"})
 
     def finish(self) -> None:
         """Writes the index, and warns of scales that servers do not keep."""
@@ -288,3 +295,14 @@ class Writer:
         for names in groups.values():
             if len({float(self.tensor_amaxes[name]) for name in names}) > 1:
                 yield ", ".join(names)
+
+
+def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors of which no two share memory: buffers that are views of one another."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if memory in seen else tensor
+        seen.add(memory)
+    return found

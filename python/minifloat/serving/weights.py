@@ -281,6 +281,9 @@ def find(
         name = clean_name(raw_name)
         if name in skipped:
             continue
+        if not isinstance(tensor, Tensor):
+            found.problems[name] = f"a checkpoint has tensors alone, got {type(tensor).__name__}"
+            continue
         first = owners.setdefault(id(tensor), name)
         if name not in products:
             if first == name:
