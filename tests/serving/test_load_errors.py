@@ -136,6 +136,53 @@ def test_folders_that_are_none_are_refused(tmp_path):
         mf.load_quantized_(build(), tmp_path)
 
 
+DAMAGED = [
+    ("model.safetensors", lambda b: b[: len(b) // 2], "expected safetensors in .*, got"),
+    ("model.safetensors", lambda b: b"", "expected safetensors in .*, got"),
+    ("model.safetensors", lambda b: b"x" * 1000, "expected safetensors in .*, got"),
+    ("config.json", lambda b: b[:-3], "expected JSON in .*, got"),
+    ("config.json", lambda b: b"[]", "expected an object in .*, got list"),
+    ("config.json", lambda b: b'{"quantization_config": [1]}', "expected an object .* got list"),
+    ("model.safetensors.index.json", lambda b: b"{", "expected JSON in .*, got"),
+    ("model.safetensors.index.json", lambda b: b'{"weight_map": [1]}', "expected .* got list"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), DAMAGED)
+def test_damaged_files_are_named(name, change, message, tmp_path):
+    write(tmp_path, tensors())
+    path = tmp_path / name
+    path.write_bytes(change(path.read_bytes() if path.exists() else b""))
+    model = build()
+    with pytest.raises(ValueError, match=f"^load_quantized_: {message}") as error:
+        mf.load_quantized_(model, tmp_path)
+    assert str(path) in str(error.value)
+    require_unchanged(model)
+
+
+@pytest.mark.parametrize("device", ["nowhere", "meta", "cuda:1000"])
+def test_devices_without_memory_are_refused(device, tmp_path):
+    write(tmp_path, tensors())
+    model = build()
+    with pytest.raises(ValueError, match=r"^device: expected a device"):
+        mf.load_quantized_(model, tmp_path, device=device)
+    require_unchanged(model)
+
+
+def test_tied_tensors_have_one_value(tmp_path):
+    given = tensors() | {"1.bias": torch.ones(48, dtype=torch.bfloat16)}
+    write(tmp_path, given | {"1.weight": given["1.bias"] * 2})
+    model = build()
+    model[1].bias = model[1].weight
+    before = model[1].weight.detach().clone()
+    with pytest.raises(ValueError, match=r"got: 1\.bias is tied to 1\.weight in the model"):
+        mf.load_quantized_(model, tmp_path)
+    assert torch.equal(model[1].weight, before)
+    write(tmp_path, given | {"1.weight": given["1.bias"].clone()})
+    mf.load_quantized_(model, tmp_path)
+    assert torch.equal(model[1].weight, given["1.bias"])
+
+
 def test_models_and_recipes_that_do_not_fit_are_refused(tmp_path):
     write(tmp_path, tensors())
     model = build()

@@ -43,12 +43,15 @@ class Source(NamedTuple):
 class MappedTensors(Mapping[str, Tensor]):
     """The tensors of safetensors files, by name."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        from safetensors import safe_open  # which minifloat alone does not need
+    def __init__(self, source: Source, paths: Iterable[Path]) -> None:
+        from safetensors import SafetensorError, safe_open  # which minifloat alone does not need
 
         self._files: dict[str, Any] = {}
         for path in paths:
-            opened = safe_open(path, framework="pt")
+            try:
+                opened = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise source.error(f"expected safetensors in {path}, got {error}") from None
             self._files |= dict.fromkeys(opened.keys(), opened)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -61,26 +64,39 @@ class MappedTensors(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns a file's content; nothing where there is no such file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def read_json(source: Source, path: Path, key: str | None = None) -> dict[str, Any]:
+    """Returns a file's object, or the one of a key in it; nothing where there is none.
+
+    Raises:
+        ValueError: the file is no JSON of objects.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise source.error(f"expected JSON in {path}, got {error}") from None
+    if key is not None and isinstance(found, dict):
+        found = found.get(key) or {}
+    if not isinstance(found, dict):
+        at = f" at {key!r}" if key else ""
+        raise source.error(f"expected an object in {path}{at}, got {type(found).__name__}")
+    return found
 
 
 def open_folder(function: str, name: object) -> Source:
     """Opens a checkpoint's files.
 
     Raises:
-        ValueError: there is no such folder or file, or the index names other tensors than the
-            files have.
+        ValueError: there is no such folder or file, a file is damaged, or the index names other
+            tensors than the files have.
     """
     folder = Path(str(name))
     source = Source(function, folder, {})
-    index = read_json(folder / INDEX).get("weight_map", {})
+    index = read_json(source, folder / INDEX, "weight_map")
     paths = sorted({folder / file for file in index.values()} or folder.glob("*.safetensors"))
     absent = [str(path) for path in paths if not path.is_file()]
     if absent or not paths:
         raise source.error(f"expected safetensors in {folder}, got no {(absent or ['file'])[0]}")
-    tensors = MappedTensors(paths)
+    tensors = MappedTensors(source, paths)
     if index and tensors.keys() != index.keys():
         differing = sorted(tensors.keys() ^ index.keys())
         raise source.error(f"expected {INDEX} to name the tensors of its files, got {differing[0]}")
@@ -90,9 +106,9 @@ def open_folder(function: str, name: object) -> Source:
 def require_method(source: Source) -> None:
     """Raises ValueError where a folder's quantization is none that this library reads."""
     folder = Path(str(source.where))
-    config = read_json(folder / "config.json").get("quantization_config") or {}
+    config = read_json(source, folder / "config.json", "quantization_config")
     method = config.get("quant_method")
-    if not config and read_json(folder / "hf_quant_config.json"):
+    if not config and read_json(source, folder / "hf_quant_config.json"):
         method = MODELOPT
     if method not in METHODS:
         raise source.error(
