@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,9 @@ def quantize_folder(
 
     if not Path(model, "config.json").is_file():
         raise ValueError(f"MODEL: expected a folder with config.json, got {model}")
+    config = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
+    if config.get("quantization_config"):
+        raise ValueError(f"MODEL: expected plain weights, got quantized ones in {model}")
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     report = quantize_(loaded, recipe, share_amax=share_amax)
     export(loaded, out, format, weight_only=weight_only)
