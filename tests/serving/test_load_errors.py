@@ -160,6 +160,32 @@ def test_damaged_files_are_named(name, change, message, tmp_path):
     require_unchanged(model)
 
 
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("NVFP4A16", NAN),
+        ("NVFP4A16", -1.0),
+        ("MXFP4A16", 0xFF),  # NaN of E8M0, in bytes
+        ("FP8_DYNAMIC", NAN),
+        ("FP8_DYNAMIC", -1.0),
+    ],
+)
+def test_scales_of_no_values_are_refused(kind, value, tmp_path):
+    values = build().state_dict()
+    local, _ = checkpoints.compress(values.pop("0.weight"), kind)
+    found = values | {f"0.{name}": tensor for name, tensor in local.items()}
+    scale = found["0.weight_scale"]
+    scale[3, 0] = value
+    write(tmp_path, found, {"quantization_config": checkpoints.config_of(kind)})
+    model = build()
+    with pytest.raises(ValueError, match=r"got: 0\.weight_scale has 1 scales that are negative"):
+        mf.load_quantized_(model, tmp_path)
+    require_unchanged(model)
+
+
 @pytest.mark.parametrize("device", ["nowhere", "meta", "cuda:1000"])
 def test_devices_without_memory_are_refused(device, tmp_path):
     write(tmp_path, tensors())

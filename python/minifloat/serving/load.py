@@ -36,6 +36,7 @@ from .read_codes import (
     Names,
     nvfp4_amax,
     nvfp4_factors,
+    problem_of_scales,
     read_names,
     read_part,
 )
@@ -156,6 +157,8 @@ def plan(model: nn.Module, source: Source, names: Names) -> tuple[dict[str, Targ
     problems = [f"{name} is unknown" for name in unknown] + [f"{fqn} is missing" for fqn in lost]
     problems += differing_ties(source, targets)
     whys = (problem_of(source, names.weights, f, t) for f, t in targets.items() if t.pieces)
+    problems += [why for why in whys if why is not None]
+    whys = (problem_of_scales(source, weight) for weight in names.weights.values())
     problems += [why for why in whys if why is not None]
     if not names.weights:
         problems.append("no quantized weight")

@@ -100,7 +100,7 @@ def read_names(source: Source) -> Names:
                 weights[parameter] = stored(source, codes, scale, factor)
                 taken |= {codes, scale, factor or codes}
     left = [name for name in names if name not in taken]
-    ignored = [name for name in left if name.endswith(ACTIVATIONS + CACHES)]
+    ignored = [name for name in left if f".{name}".endswith(ACTIVATIONS + CACHES)]
     return Names(weights, [name for name in left if name not in ignored], ignored)
 
 
@@ -150,6 +150,21 @@ def read_part(source: Source, weight: Stored, spec: str) -> tuple[Tensor, Tensor
     if spec == ROW and weight.spec == TENSOR:
         return codes, scale.float().reshape((*experts, 1)).expand((*experts, n))
     return codes, scale.float().reshape((*experts, *wanted.scale_shape(n, k)))
+
+
+def problem_of_scales(source: Source, weight: Stored) -> str | None:
+    """Returns why the scales of a weight give it no values; None where they do.
+
+    What a layer computes of NaN is NaN, and no cast gives scales with a sign.
+    """
+    scales = source.tensors[weight.scale]
+    if scales.dtype == torch.uint8:
+        scales = scales.view(schemes.E8M0)
+    values = scales.float()
+    bad = values[~((values >= 0) & values.isfinite())]
+    if not bad.numel():
+        return None
+    return f"{weight.scale} has {bad.numel()} scales that are negative, Inf or NaN"
 
 
 def nvfp4_factors(source: Source, weight: Stored) -> list[tuple[float, bool]]:
