@@ -158,6 +158,22 @@ def test_layers_that_share_an_amax_have_the_codes_of_training_and_one_scale(
         assert len({own[key].item() for own in found}) == 1
 
 
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_a_model_that_is_one_layer_is_loaded_again(form, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 48)
+    mf.quantize_(model, weight_recipe("nvfp4", "nvfp4"), keep="nothing")
+    amaxes = mf.calibrate(model, [torch.randn(8, 64)])
+    tensors, _ = export(model, tmp_path / "out", form, amaxes=amaxes)
+    assert {"weight_scale", "bias"} < {*tensors}
+    loaded = torch.nn.Linear(64, 48)
+    mf.load_quantized_(loaded, tmp_path / "out")
+    q = loaded.weight.direction("nvfp4", False)
+    want = mf.tensor.quantize(model.weight.detach(), "nvfp4")
+    require_same_bytes(q.codes, want.codes)
+    require_same_bytes(q.scale, want.scale)
+
+
 def test_buffers_that_share_memory_are_written_apart(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
     mf.quantize_(model, "mxfp8", keep="nothing")

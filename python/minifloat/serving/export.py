@@ -16,7 +16,7 @@ import math
 import os
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,13 +26,19 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import require_bool, require_module, require_one_of
-from ..nn.names import unwrapped
-from ..nn.shared_amax import fused_group
+from ..nn.names import join, unwrapped
 from ..spec import Spec
 from ..tensor.quantized import Quantized
 from .codes import input_tensors, tensors_of
 from .configuration import write_configuration, write_json
 from .ranks import is_writer, of_all_ranks
+from .scales import (
+    groups_of_other_formats,
+    groups_of_other_scales,
+    largest_input,
+    shared_amaxes,
+    underflows_of,
+)
 from .schemes import COMPRESSED_TENSORS, FORMATS, INDEX, MODELOPT
 from .weights import (
     Found,
@@ -40,7 +46,6 @@ from .weights import (
     Weight,
     find,
     names_of,
-    shared_amaxes,
     whole_of,
     without_values,
 )
@@ -101,6 +106,8 @@ def export(
     require_one_of("format", format, FORMATS)
     require_bool("weight_only", weight_only)
     require_one_of("dtype", dtype, DTYPES)
+    if not isinstance(amaxes, (Mapping, type(None))):
+        raise TypeError(f"amaxes: expected a mapping of names, got {type(amaxes).__name__}")
     target, amaxes = Path(folder), dict(amaxes or {})
     convert = names_of(model, adapter)
     try:
@@ -111,6 +118,8 @@ def export(
         raise ValueError(f"export: expected an adapter of this model, got {error!r}") from error
     raise_together(found, problems_of(found, target, format, amaxes))
     shared = shared_amaxes(found.weights, dtype)
+    if format == COMPRESSED_TENSORS:
+        raise_together(found, underflows_of(found.weights, shared, amaxes, dtype))
 
     writer = Writer(found, convert, target, format, amaxes, shared, dtype)
     writer.attempt(writer.plan)
@@ -165,7 +174,7 @@ def raise_together(found: Found, problems: dict[str, str]) -> None:
     if any(other != every[0][0] for other, _ in every):
         joined["ranks"] = "expected tensors of the same names on every rank, got different ones"
     if joined:
-        listed = "".join(f"\n  {name}: {why}" for name, why in joined.items())
+        listed = "".join(f"\n  {name or 'the model'}: {why}" for name, why in joined.items())
         raise ValueError(f"export: expected a model that can be written, got{listed}")
 
 
@@ -241,21 +250,14 @@ class Writer:
         for part in weight.parts:
             tensors = tensors_of(q, part, weight.storage, self.format)
             if weight.storage.needs_input_amax:
-                amax = self.input_amax(weight)
+                amax = largest_input(weight, self.found.weights, self.amaxes)
                 x = Spec.parse(weight.state.recipe.fprop.a)
                 tensors |= input_tensors(x, amax, weight.storage, self.format)
-            found |= {f"{part.name}.{name}": tensor for name, tensor in tensors.items()}
+            found |= {join(part.name, name): tensor for name, tensor in tensors.items()}
             if is_one_scale and not q.codes.is_meta:
                 amax = q.amax[part.expert] if q.amax.dim() else q.amax
                 self.tensor_amaxes[part.name] = amax.cpu()
         return found
-
-    def input_amax(self, weight: Weight) -> Tensor:
-        """Returns the largest amax of x among the layers that servers compute as one with this."""
-        group = fused_group(weight.layer)
-        names = [w.layer for w in self.found.weights if group and fused_group(w.layer) == group]
-        found = [self.amaxes[name].cpu() for name in names or [weight.layer] if name in self.amaxes]
-        return torch.stack(found).amax()
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Keeps tensors until their files are complete, which are then written."""
@@ -272,29 +274,25 @@ class Writer:
                 save_file(tensors_of_file, self.folder / file, metadata={"format": "pt"})
 
     def finish(self) -> None:
-        """Writes the index, and warns of scales that servers do not keep."""
+        """Writes the index, and warns of groups that servers do not compute as they are."""
         if self.split.is_sharded:
             index = {"metadata": self.split.metadata, "weight_map": self.files}
             write_json(self.folder / INDEX, index)
-        apart = list(self.groups_of_other_scales())
-        if apart:
+        if groups := groups_of_other_scales(self.tensor_amaxes):
             warnings.warn(
-                f"export: {len(apart)} groups of layers that servers compute as one have tensor "
-                f"scales of their own, such as {apart[0]}. vLLM takes one of the scales for all of "
-                "them, so what it computes differs from the codes' values; convert the model with "
+                f"export: {len(groups)} groups of layers that servers compute as one have tensor "
+                f"scales of their own, such as {groups[0]}. vLLM takes one of the scales for all "
+                "of them, so what it computes differs from the codes' values; convert the model with "
                 "share_amax='servers' before it is trained",
                 stacklevel=4,
             )
-
-    def groups_of_other_scales(self) -> Iterator[str]:
-        """Yields the names of layers that are computed as one, and whose amaxes differ."""
-        groups: defaultdict[object, list[str]] = defaultdict(list)
-        for name in self.tensor_amaxes:
-            groups[fused_group(name)].append(name)
-        groups.pop(None, None)
-        for names in groups.values():
-            if len({float(self.tensor_amaxes[name]) for name in names}) > 1:
-                yield ", ".join(names)
+        if groups := groups_of_other_formats(self.found):
+            warnings.warn(
+                f"export: {len(groups)} groups of layers that servers compute as one have several "
+                f"formats, such as {groups[0]}. Servers that join them need one; convert all "
+                "layers of a group, by one recipe, or none",
+                stacklevel=4,
+            )
 
 
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
