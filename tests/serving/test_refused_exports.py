@@ -189,6 +189,22 @@ def test_scales_that_underflow_are_named_before_a_file_is_written(what, tmp_path
     mf.export(model, tmp_path / "modelopt", "modelopt", amaxes=amaxes)
 
 
+def test_configurations_that_cannot_be_written_leave_no_folder(tmp_path):
+    model = llama()
+    mf.quantize_(model, "mxfp8")
+    model.generation_config.temperature = 0.3  # without do_sample, which transformers refuses
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        mf.export(model, tmp_path / "out")
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
+    mf.quantize_(layer, "mxfp8", keep="nothing")
+    (tmp_path / "config.json").write_text("{")
+    adapter = Adapter(lambda w: w)
+    adapter.hf_assets_path = str(tmp_path)
+    with pytest.raises(ValueError, match=r"expected JSON in .*config\.json, got Expecting"):
+        mf.export(layer, tmp_path / "out", adapter=adapter)
+    assert not (tmp_path / "out").exists()
+
+
 def test_small_layers_of_a_group_are_no_underflow(tmp_path):
     model = llama()
     mf.quantize_(model, "nvfp4_served", share_amax="servers")

@@ -3,7 +3,7 @@
 The order of work, so that nothing is written of a model that cannot be:
 
     1  sort the tensors, and name what cannot be written, on all ranks
-    2  plan the files, from shapes alone
+    2  plan the files, from shapes alone, and write the configuration aside
     3  tensor by tensor: gather, cast, and write each file once it is complete
     4  the index and the configuration, last: a folder without them does not load
 
@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -89,7 +91,8 @@ def export(
     Raises:
         TypeError, ValueError: an argument is not as expected, or a converted layer cannot be
             written: all such layers are named, on every rank. Nothing is written then.
-        OSError: the folder cannot be written; a RuntimeError on the other ranks.
+        OSError: the folder cannot be written; a RuntimeError on the other ranks, as for a
+            configuration that transformers or JSON refuse, before anything is written.
 
     Source: docs/serve.md.
 
@@ -122,16 +125,14 @@ def export(
         raise_together(found, underflows_of(found.weights, shared, amaxes, dtype))
 
     writer = Writer(found, convert, target, format, amaxes, shared, dtype)
-    writer.attempt(writer.plan)
-    for weight in found.weights:
-        whole = weight.whole()
-        writer.attempt(partial(writer.take_weight, weight, whole))
-    for name, tensor in found.others.items():
-        whole = whole_of(tensor)
-        writer.attempt(partial(writer.take_other, name, whole))
-    writer.attempt(writer.finish)
     assets = getattr(adapter, "hf_assets_path", None)
-    writer.attempt(partial(write_configuration, model, found, target, format, assets))
+    with TemporaryDirectory() as name:
+        aside = Path(name)
+        writer.attempt(writer.plan)
+        writer.attempt(partial(write_configuration, model, found, aside, format, assets))
+        raise_everywhere(writer.error)
+        gather(writer)
+        writer.attempt(partial(writer.finish, aside))
     raise_everywhere(writer.error)
 
 
@@ -186,6 +187,16 @@ def raise_everywhere(error: Exception | None) -> None:
     text = next((text for text in texts if text is not None), None)
     if text is not None:
         raise RuntimeError(f"export: rank 0 could not write the folder: {text}")
+
+
+def gather(writer: Writer) -> None:
+    """Gathers each tensor on all ranks, and gives it to the writer."""
+    for weight in writer.found.weights:
+        whole = weight.whole()
+        writer.attempt(partial(writer.take_weight, weight, whole))
+    for name, tensor in writer.found.others.items():
+        whole = whole_of(tensor)
+        writer.attempt(partial(writer.take_other, name, whole))
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -273,17 +284,19 @@ class Writer:
                 tensors_of_file = apart(self.held.pop(file))
                 save_file(tensors_of_file, self.folder / file, metadata={"format": "pt"})
 
-    def finish(self) -> None:
-        """Writes the index, and warns of groups that servers do not compute as they are."""
+    def finish(self, configuration: Path) -> None:
+        """Writes the index and the configuration, and warns of groups that servers join."""
         if self.split.is_sharded:
             index = {"metadata": self.split.metadata, "weight_map": self.files}
             write_json(self.folder / INDEX, index)
+        for path in configuration.iterdir():
+            shutil.copy(path, self.folder)
         if groups := groups_of_other_scales(self.tensor_amaxes):
             warnings.warn(
                 f"export: {len(groups)} groups of layers that servers compute as one have tensor "
                 f"scales of their own, such as {groups[0]}. vLLM takes one of the scales for all "
-                "of them, so what it computes differs from the codes' values; convert the model with "
-                "share_amax='servers' before it is trained",
+                "of them, so what it computes differs from the codes' values; convert the model "
+                "with share_amax='servers' before it is trained",
                 stacklevel=4,
             )
         if groups := groups_of_other_formats(self.found):
