@@ -113,6 +113,17 @@ CONFIGS = [
         },
         "expected symmetric weights of type float in config_groups.g",
     ),
+    *(
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": of}},
+            f"expected an object in {where}, got list",
+        )
+        for of, where in [
+            ([1], "config_groups"),
+            ({"g": [1]}, "config_groups.g"),
+            ({"g": {"weights": [1]}}, "config_groups.g.weights"),
+        ]
+    ),
 ]
 
 
@@ -131,9 +142,10 @@ def test_folders_that_are_none_are_refused(tmp_path):
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
     with pytest.raises(ValueError, match="to name the tensors of its files"):
         mf.load_quantized_(build(), tmp_path)
-    index.write_text(json.dumps({"weight_map": {"a": "other.safetensors"}}))
-    with pytest.raises(ValueError, match=r"got no .*other\.safetensors"):
-        mf.load_quantized_(build(), tmp_path)
+    for file in ("other.safetensors", 1):
+        index.write_text(json.dumps({"weight_map": {"a": file}}))
+        with pytest.raises(ValueError, match=f"got no .*/{file}"):
+            mf.load_quantized_(build(), tmp_path)
 
 
 DAMAGED = [

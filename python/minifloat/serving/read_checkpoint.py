@@ -74,12 +74,17 @@ def read_json(source: Source, path: Path, key: str | None = None) -> dict[str, A
         found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     except ValueError as error:
         raise source.error(f"expected JSON in {path}, got {error}") from None
-    if key is not None and isinstance(found, dict):
-        found = found.get(key) or {}
-    if not isinstance(found, dict):
-        at = f" at {key!r}" if key else ""
-        raise source.error(f"expected an object in {path}{at}, got {type(found).__name__}")
-    return found
+    found = require_object(source, str(path), found)
+    if key is None:
+        return found
+    return require_object(source, f"{path} at {key!r}", found.get(key) or {})
+
+
+def require_object(source: Source, where: str, value: Any) -> dict[str, Any]:
+    """Returns a value of JSON; ValueError where it is no object."""
+    if not isinstance(value, dict):
+        raise source.error(f"expected an object in {where}, got {type(value).__name__}")
+    return value
 
 
 def open_folder(function: str, name: object) -> Source:
@@ -92,7 +97,7 @@ def open_folder(function: str, name: object) -> Source:
     folder = Path(str(name))
     source = Source(function, folder, {})
     index = read_json(source, folder / INDEX, "weight_map")
-    paths = sorted({folder / file for file in index.values()} or folder.glob("*.safetensors"))
+    paths = sorted({folder / str(file) for file in index.values()} or folder.glob("*.safetensors"))
     absent = [str(path) for path in paths if not path.is_file()]
     if absent or not paths:
         raise source.error(f"expected safetensors in {folder}, got no {(absent or ['file'])[0]}")
@@ -116,11 +121,13 @@ def require_method(source: Source) -> None:
             f"{', '.join(METHODS)}, or hf_quant_config.json, got {method!r}"
         )
     groups = config.get("config_groups") if method == COMPRESSED_TENSORS else None
-    for name, group in (groups or {}).items():
-        weights = group.get("weights") or {}
+    for name, group in require_object(source, "config_groups", groups or {}).items():
+        where = f"config_groups.{name}"
+        weights = require_object(source, where, group).get("weights") or {}
+        weights = require_object(source, f"{where}.weights", weights)
         if weights.get("type") != "float" or not weights.get("symmetric", True):
             raise source.error(
-                f"expected symmetric weights of type float in config_groups.{name}, got {weights}"
+                f"expected symmetric weights of type float in {where}, got {weights}"
             )
     if config.get("transform_config"):
         raise source.error(
