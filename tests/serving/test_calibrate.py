@@ -136,3 +136,12 @@ def test_scales_a_token_have_a_tensor_scale_with_amaxes_and_else_none(build, for
         assert config == expected
         require_all_same(list(got.values()), list(want.values()))
         assert any(name.endswith(ends) for name in got) == ("amaxes" in options)
+
+
+@pytest.mark.parametrize("batches", [3, None, "text", {"input_ids": tokens()}])
+def test_batches_are_iterated(batches):
+    model = llama()
+    mf.quantize_(model, "nvfp4")
+    got = type(batches).__name__
+    with pytest.raises(TypeError, match=f"^calibrate: expected an iterable of batches, got {got}$"):
+        mf.calibrate(model, batches)

@@ -35,3 +35,7 @@ def test_errors_end_with_1(tmp_path, capsys):
     assert cli.main(["export", plain, out, "--recipe", "mxfp8", "--share-amax", "servers"]) == 1
     assert "share_amax: expected layers that a server fuses" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+    assert cli.main(["export", plain, out, "--recipe", "mxfp8"]) == 0
+    assert cli.main(["export", out, str(tmp_path / "again"), "--recipe", "mxfp8"]) == 1
+    assert "MODEL: expected plain weights, got quantized ones" in capsys.readouterr().err
+    assert not (tmp_path / "again").exists()

@@ -124,15 +124,12 @@ def test_delayed_scaling_has_the_scale_of_the_next_forward(tmp_path):
 
 GROUPS = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    (
-        "mlp.gate_proj",
-        "mlp.up_proj",
-    ),
+    ("mlp.gate_proj", "mlp.up_proj"),
 )
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-@pytest.mark.parametrize("recipe", ["nvfp4_served", "fp8_tensorwise"])
+@pytest.mark.parametrize("recipe", ["nvfp4_served", weight_recipe("nvfp4/16x16"), "fp8_tensorwise"])
 @pytest.mark.filterwarnings("error")
 def test_layers_that_share_an_amax_have_the_codes_of_training_and_one_scale(
     recipe, dtype, tmp_path
@@ -157,8 +154,34 @@ def test_layers_that_share_an_amax_have_the_codes_of_training_and_one_scale(
             require_same_bytes(codes, want.contiguous())
             x = torch.ones(1, module.in_features, dtype=dtype)
             require_same_bytes(codes, module.amax_group.operands(module, x, False)[0])
-        key = "weight_global_scale" if spec == "nvfp4" else "weight_scale"
+        key = "weight_global_scale" if "nvfp4" in spec else "weight_scale"
         assert len({own[key].item() for own in found}) == 1
+
+
+@pytest.mark.parametrize("form", ["compressed-tensors", "modelopt"])
+def test_a_model_that_is_one_layer_is_loaded_again(form, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(64, 48)
+    mf.quantize_(model, weight_recipe("nvfp4", "nvfp4"), keep="nothing")
+    amaxes = mf.calibrate(model, [torch.randn(8, 64)])
+    tensors, _ = export(model, tmp_path / "out", form, amaxes=amaxes)
+    assert {"weight_scale", "bias"} < {*tensors}
+    loaded = torch.nn.Linear(64, 48)
+    mf.load_quantized_(loaded, tmp_path / "out")
+    q = loaded.weight.direction("nvfp4", False)
+    want = mf.tensor.quantize(model.weight.detach(), "nvfp4")
+    require_same_bytes(q.codes, want.codes)
+    require_same_bytes(q.scale, want.scale)
+
+
+def test_buffers_that_share_memory_are_written_apart(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
+    mf.quantize_(model, "mxfp8", keep="nothing")
+    model.register_buffer("table", torch.randn(4, 4))
+    model.register_buffer("flat", model.table.view(16))
+    tensors, _ = export(model, tmp_path / "out")
+    require_same_bytes(tensors["table"], model.table)
+    require_same_bytes(tensors["flat"], model.flat)
 
 
 # ---- transformers --------------------------------------------------------------------------------

@@ -113,6 +113,17 @@ CONFIGS = [
         },
         "expected symmetric weights of type float in config_groups.g",
     ),
+    *(
+        (
+            {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": of}},
+            f"expected an object in {where}, got list",
+        )
+        for of, where in [
+            ([1], "config_groups"),
+            ({"g": [1]}, "config_groups.g"),
+            ({"g": {"weights": [1]}}, "config_groups.g.weights"),
+        ]
+    ),
 ]
 
 
@@ -131,9 +142,83 @@ def test_folders_that_are_none_are_refused(tmp_path):
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
     with pytest.raises(ValueError, match="to name the tensors of its files"):
         mf.load_quantized_(build(), tmp_path)
-    index.write_text(json.dumps({"weight_map": {"a": "other.safetensors"}}))
-    with pytest.raises(ValueError, match=r"got no .*other\.safetensors"):
-        mf.load_quantized_(build(), tmp_path)
+    for file in ("other.safetensors", 1):
+        index.write_text(json.dumps({"weight_map": {"a": file}}))
+        with pytest.raises(ValueError, match=f"got no .*/{file}"):
+            mf.load_quantized_(build(), tmp_path)
+
+
+DAMAGED = [
+    ("model.safetensors", lambda b: b[: len(b) // 2], "expected safetensors in .*, got"),
+    ("model.safetensors", lambda b: b"", "expected safetensors in .*, got"),
+    ("model.safetensors", lambda b: b"x" * 1000, "expected safetensors in .*, got"),
+    ("config.json", lambda b: b[:-3], "expected JSON in .*, got"),
+    ("config.json", lambda b: b"[]", "expected an object in .*, got list"),
+    ("config.json", lambda b: b'{"quantization_config": [1]}', "expected an object .* got list"),
+    ("model.safetensors.index.json", lambda b: b"{", "expected JSON in .*, got"),
+    ("model.safetensors.index.json", lambda b: b'{"weight_map": [1]}', "expected .* got list"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "message"), DAMAGED)
+def test_damaged_files_are_named(name, change, message, tmp_path):
+    write(tmp_path, tensors())
+    path = tmp_path / name
+    path.write_bytes(change(path.read_bytes() if path.exists() else b""))
+    model = build()
+    with pytest.raises(ValueError, match=f"^load_quantized_: {message}") as error:
+        mf.load_quantized_(model, tmp_path)
+    assert str(path) in str(error.value)
+    require_unchanged(model)
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("NVFP4A16", NAN),
+        ("NVFP4A16", -1.0),
+        ("MXFP4A16", 0xFF),  # NaN of E8M0, in bytes
+        ("FP8_DYNAMIC", NAN),
+        ("FP8_DYNAMIC", -1.0),
+    ],
+)
+def test_scales_of_no_values_are_refused(kind, value, tmp_path):
+    values = build().state_dict()
+    local, _ = checkpoints.compress(values.pop("0.weight"), kind)
+    found = values | {f"0.{name}": tensor for name, tensor in local.items()}
+    scale = found["0.weight_scale"]
+    scale[3, 0] = value
+    write(tmp_path, found, {"quantization_config": checkpoints.config_of(kind)})
+    model = build()
+    with pytest.raises(ValueError, match=r"got: 0\.weight_scale has 1 scales that are negative"):
+        mf.load_quantized_(model, tmp_path)
+    require_unchanged(model)
+
+
+@pytest.mark.parametrize("device", ["nowhere", "meta", "cuda:1000"])
+def test_devices_without_memory_are_refused(device, tmp_path):
+    write(tmp_path, tensors())
+    model = build()
+    with pytest.raises(ValueError, match=r"^device: expected a device"):
+        mf.load_quantized_(model, tmp_path, device=device)
+    require_unchanged(model)
+
+
+def test_tied_tensors_have_one_value(tmp_path):
+    given = tensors() | {"1.bias": torch.ones(48, dtype=torch.bfloat16)}
+    write(tmp_path, given | {"1.weight": given["1.bias"] * 2})
+    model = build()
+    model[1].bias = model[1].weight
+    before = model[1].weight.detach().clone()
+    with pytest.raises(ValueError, match=r"got: 1\.bias is tied to 1\.weight in the model"):
+        mf.load_quantized_(model, tmp_path)
+    assert torch.equal(model[1].weight, before)
+    write(tmp_path, given | {"1.weight": given["1.bias"].clone()})
+    mf.load_quantized_(model, tmp_path)
+    assert torch.equal(model[1].weight, given["1.bias"])
 
 
 def test_models_and_recipes_that_do_not_fit_are_refused(tmp_path):

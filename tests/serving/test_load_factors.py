@@ -4,7 +4,9 @@ import minifloat as mf
 import pytest
 import torch
 from compressed_tensors.compressors import BaseCompressor
+from minifloat.serving.codes import global_scale
 from minifloat.serving.read_codes import NUMERATORS, nvfp4_amax
+from minifloat.serving.schemes import COMPRESSED_TENSORS, MODELOPT
 
 from tests.serving.test_load_errors import build, tensors, write
 from tests.support import quantized_checkpoints as checkpoints
@@ -53,6 +55,25 @@ def test_values_are_those_of_the_factor_but_for_ties(numerator, divides):
         assert steps.abs().max() <= 1
     least = {2688.0: 0.97, 1536.0: 0.85}[numerator]
     assert exact >= least * COUNT
+
+
+@pytest.mark.parametrize("spec", NUMERATORS)
+@pytest.mark.parametrize("divides", [True, False])
+def test_an_exported_factor_is_exported_again(spec, divides):
+    """But where another amax has more of the values that its own library computes."""
+    generator = torch.Generator().manual_seed(0)
+    form = COMPRESSED_TENSORS if divides else MODELOPT
+    same = 0
+    for _ in range(COUNT):
+        amax = torch.randn((), generator=generator).abs().bfloat16().float()
+        (factor,) = global_scale("weight", spec, amax, form).values()
+        found = nvfp4_amax(spec, factor.item(), divides)
+        theirs = (compressed_tensors if divides else modelopt)(factor)
+        if (values_of(spec, amax.item()) != theirs).sum() == found.ties:
+            (again,) = global_scale("weight", spec, torch.tensor(found.value), form).values()
+            assert torch.equal(again, factor)
+            same += 1
+    assert same >= 0.9 * COUNT
 
 
 def test_ties_are_reported_and_factors_out_of_range_refused(tmp_path):

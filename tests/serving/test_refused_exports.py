@@ -1,5 +1,8 @@
 """What mf.export refuses, with every name and nothing written, and what it warns of."""
 
+from functools import partial
+
+import huggingface_hub
 import minifloat as mf
 import pytest
 import torch
@@ -7,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from tests.support.same_bits import require_same_bytes
-from tests.support.served_models import decompress, export, llama, values, weight_recipe
+from tests.support.served_models import decompress, export, llama, qwen3_moe, values, weight_recipe
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,13 @@ class Batched(torch.nn.Module):
         return torch.bmm(x, self.weight)
 
 
+class Stateful(torch.nn.Module):
+    """A module whose state dict has more than tensors."""
+
+    def get_extra_state(self):
+        return {"seen": 1}
+
+
 def test_weights_and_folders_that_cannot_be_written(tmp_path):
     def refuse(model, what, folder="out", **options):
         with pytest.raises(ValueError, match=what):
@@ -66,6 +76,14 @@ def test_weights_and_folders_that_cannot_be_written(tmp_path):
     good = llama()
     mf.quantize_(good, "mxfp8")
     refuse(good, "amaxes: lm_head: no converted layer", amaxes={"lm_head": torch.ones(())})
+    with pytest.raises(TypeError, match=r"^amaxes: expected a mapping of names, got list$"):
+        mf.export(good, tmp_path / "out", amaxes=[1])
+    for amax in (torch.tensor(float("nan")), torch.tensor(-1.0), torch.ones(2), 1.0):
+        q_proj = "model.layers.0.self_attn.q_proj"
+        refuse(good, f"amaxes: {q_proj}: expected a finite tensor", amaxes={q_proj: amax})
+    stateful = torch.nn.Sequential(torch.nn.Linear(64, 64), Stateful())
+    mf.quantize_(stateful, "mxfp8", keep="nothing")
+    refuse(stateful, "1._extra_state: a checkpoint has tensors alone, got dict")
     meta = torch.nn.Sequential(torch.nn.Linear(64, 64, device="meta"))
     mf.quantize_(meta, "mxfp8", keep="nothing")
     refuse(meta, "0: its weight has no values, on meta")
@@ -143,6 +161,88 @@ def test_blocks_are_not_cut(tmp_path):
     tensors, config = export(model, tmp_path / "out", adapter=Adapter(lambda w: w[128:]))
     want = values(model[0].weight.detach(), "e4m3/128x128", torch.float32)[128:]
     require_same_bytes(decompress(tensors, "0", config), want)
+
+
+@pytest.mark.parametrize("what", ["weight", "expert", "x"])
+def test_scales_that_underflow_are_named_before_a_file_is_written(what, tmp_path, monkeypatch):
+    """1e-36 / 2688 has no inverse in float32. Each tensor is a file, so others would be written."""
+    name = "split_state_dict_into_shards_factory"
+    split = partial(getattr(huggingface_hub, name), max_shard_size=1)
+    monkeypatch.setattr(huggingface_hub, name, split)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), mf.MoE(64, 32, experts=4, top_k=2)
+    )
+    mf.quantize_(model, "nvfp4", keep="nothing")
+    amaxes = mf.calibrate(model, [torch.randn(32, 64)])
+    name = "2.experts.w2" if what == "expert" else "1"
+    with torch.no_grad():
+        if what == "x":
+            amaxes[name] = torch.tensor(1e-36)
+        else:
+            weight = model[2].experts.w2[3] if what == "expert" else model[1].weight
+            weight.zero_()[5, 7] = 1e-36
+    subject = "x" if what == "x" else "its weight"
+    expected = rf"got\n  {name}: expected {subject} as zeros, .* got an amax of 1e-36$"
+    with pytest.raises(ValueError, match=expected):
+        mf.export(model, tmp_path / "out", amaxes=amaxes)
+    assert not (tmp_path / "out").exists()
+    mf.export(model, tmp_path / "modelopt", "modelopt", amaxes=amaxes)
+
+
+def test_configurations_that_cannot_be_written_leave_no_folder(tmp_path):
+    model = llama()
+    mf.quantize_(model, "mxfp8")
+    model.generation_config.temperature = 0.3  # without do_sample, which transformers refuses
+    with pytest.raises(ValueError, match="GenerationConfig is invalid"):
+        mf.export(model, tmp_path / "out")
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 64, bias=False))
+    mf.quantize_(layer, "mxfp8", keep="nothing")
+    (tmp_path / "config.json").write_text("{")
+    adapter = Adapter(lambda w: w)
+    adapter.hf_assets_path = str(tmp_path)
+    with pytest.raises(ValueError, match=r"expected JSON in .*config\.json, got Expecting"):
+        mf.export(layer, tmp_path / "out", adapter=adapter)
+    assert not (tmp_path / "out").exists()
+
+
+def test_small_layers_of_a_group_are_no_underflow(tmp_path):
+    model = llama()
+    mf.quantize_(model, "nvfp4_served", share_amax="servers")
+    layer = model.model.layers[0]
+    with torch.no_grad():
+        layer.self_attn.k_proj.weight.fill_(1e-36)
+        layer.mlp.down_proj.weight.zero_()
+    tensors, _ = export(model, tmp_path / "out")
+    scales = [tensors[f"model.layers.0.{n}.weight_global_scale"].item()
+              for n in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")]  # fmt: skip
+    assert scales[0] == scales[1] != scales[2] == 1
+
+
+@pytest.mark.parametrize(
+    ("recipe", "groups"),
+    [
+        ("*: mxfp8; *.k_proj: bf16", 1),
+        ("*: mxfp8; *.q_proj: mxfp4; *.up_proj: bf16", 2),
+        ("*: mxfp8; *.up_proj: mxfp4; *.k_proj: fp8_rowwise; lm_head: bf16", 2),
+    ],
+)
+def test_groups_of_several_formats_are_named(recipe, groups, tmp_path):
+    model = llama()
+    mf.quantize_(model, recipe)
+    first = [f"model.layers.0.self_attn.{name}_proj" for name in "qkv"]
+    expected = f"^export: {groups} groups of layers .* have several formats"
+    with pytest.warns(UserWarning, match=expected) as seen:
+        mf.export(model, tmp_path / "out")
+    (text,) = (str(w.message) for w in seen if "several formats" in str(w.message))
+    assert f"such as {', '.join(first)}. Servers" in text
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "*: mxfp8; *.mlp.*: mxfp4"])
+@pytest.mark.filterwarnings("error")
+def test_groups_of_one_format_are_not_warned_of(recipe, tmp_path):
+    for i, model in enumerate((llama(), qwen3_moe())):
+        mf.quantize_(model, recipe)
+        mf.export(model, tmp_path / str(i))
 
 
 def test_scales_that_servers_join_are_named(tmp_path):

@@ -84,6 +84,7 @@ def test_other_weights_are_refused(primary, tmp_path):
         (base | {KEY: torch.ones(2, 64)}, r"up_proj.weight is \(2, 64\), not \(160, 64\)"),
         (base | {KEY: base[KEY].to(torch.float8_e4m3fn)}, "without scales"),
         (base | {KEY: another[KEY]}, f"{KEY}: expected the weight that"),
+        (base | {KEY: [1.0]}, f"weights: {KEY}: expected a tensor, got list"),
         ("no such folder", "expected safetensors in no such folder, got no file"),
     ]
     if primary:  # one element, by one bit

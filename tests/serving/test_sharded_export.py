@@ -94,6 +94,13 @@ def check_errors(rank, folder):
         mf.export(model, folder / "broken", weight_only=True)
     assert not (folder / "broken").exists()
     model = sharded("fsdp")
+    k_proj = model.model.layers[0].self_attn.k_proj.weight.to_local()
+    with torch.no_grad():
+        k_proj.zero_()[0, 0] = 1e-36 * rank
+    with pytest.raises(ValueError, match=r"k_proj: expected its weight as zeros, .* of 1e-36$"):
+        mf.export(model, folder / "broken", weight_only=True)
+    assert not (folder / "broken").exists()
+    model = sharded("fsdp")
     (folder / "file").touch()
     expected = NotADirectoryError if rank == 0 else RuntimeError
     with pytest.raises(expected, match="file"):

@@ -5,6 +5,7 @@ schemes            the table of formats: specs, names, shapes and algorithms, fo
 export             mf.export: the order of work, the checks, the files
   weights          which parameters become codes, under which names, and what is against it
   codes            the tensors of one layer
+  scales           scales of whole tensors, and what servers compute as one
   configuration    config.json and hf_quant_config.json
 calibrate          mf.calibrate: the largest inputs, for scales that are known before
 folders            the command `minifloat export`

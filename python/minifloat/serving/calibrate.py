@@ -59,7 +59,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
         The name of each layer, or of each 3D parameter of experts -> float32 ().
 
     Raises:
-        TypeError: `model` is no module.
+        TypeError: `model` is no module, or `batches` is no iterable of them.
         ValueError: there is no such layer or no batch, a layer was not called, or an input has Inf
             or NaN.
 
@@ -72,6 +72,8 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
         {'0': tensor(3.)}
     """
     inner = unwrapped(require_module("calibrate", model))
+    if isinstance(batches, (Mapping, str)) or not isinstance(batches, Iterable):
+        raise TypeError(f"calibrate: expected an iterable of batches, got {type(batches).__name__}")
     layers = dict(layers_of(inner))
     if not layers:
         raise ValueError(

@@ -82,23 +82,35 @@ def global_scale(operand: str, text: str, amax: Tensor, format: str) -> dict[str
         amax: float32 ().
         format: of the folder.
     """
+    factor = factor_of(text, amax)
+    if format == MODELOPT:
+        return {f"weight{MULTIPLIES}" if operand == "weight" else f"input{SCALE}": factor}
+    # Servers invert it again. In fp32 the inverse of the inverse of an inverse is the first one.
+    return {f"{operand}{DIVIDES}": factor.reciprocal().reshape(1)}
+
+
+def factor_of(text: str, amax: Tensor) -> Tensor:
+    """Returns what values of NVFP4 are multiplied with, float32 (), under an amax."""
     one = torch.full((1, 8), 0x22, dtype=torch.uint8)  # 16 codes of 1
     scale = torch.ones(1, 1).to(torch.float8_e4m3fn)
     # Of codes without values any amax gives the shape.
     amax = torch.ones(()) if amax.is_meta else amax.detach().reshape(()).float().cpu()
-    factor = Quantized(one, scale, amax, text, (1, 16)).dequantize()[0, 0]
-    if format == MODELOPT:
-        return {f"weight{MULTIPLIES}" if operand == "weight" else f"input{SCALE}": factor}
-    # Servers invert it again. In fp32 the inverse of the inverse of an inverse is the first one.
-    inverse = factor.reciprocal().reshape(1)
-    if not torch.isfinite(inverse):
-        raise ValueError(f"export: {operand}: expected an amax far from underflow, got {amax}")
-    return {f"{operand}{DIVIDES}": inverse}
+    return Quantized(one, scale, amax, text, (1, 16)).dequantize()[0, 0]
+
+
+def has_inverse(text: str, amax: Tensor) -> bool:
+    """Tells whether compressed-tensors' inverse of a factor is finite: above some 8e-36."""
+    return bool(torch.isfinite(factor_of(text, amax).reciprocal()))
+
+
+def spec_of_input(x: Spec) -> str:
+    """Returns the spec of NVFP4 by which servers cast x with an amax that is known before."""
+    return x.text.replace("/row", "")
 
 
 def input_tensors(x: Spec, amax: Tensor, storage: Storage, format: str) -> dict[str, Tensor]:
     """Returns the scale of a layer's input that was known before, by its name within the layer."""
     if storage.scheme.has_global_scale:
-        return global_scale("input", x.text.replace("/row", ""), amax, format)
+        return global_scale("input", spec_of_input(x), amax, format)
     scale = quantize(amax.detach().float().cpu().reshape(1, 1), "e4m3/tensor").scale
     return {f"input{SCALE}": scale.reshape(1 if format == COMPRESSED_TENSORS else ())}

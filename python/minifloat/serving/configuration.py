@@ -142,7 +142,10 @@ def write_configuration(
         config.save_pretrained(folder)
         return
     source = Path(assets, "config.json") if assets else None
-    known = json.loads(source.read_text()) if source is not None and source.exists() else {}
+    try:
+        known = json.loads(source.read_text()) if source is not None and source.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"export: adapter: expected JSON in {source}, got {error}") from None
     write_json(folder / "config.json", known | {"quantization_config": about})
 
 

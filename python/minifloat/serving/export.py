@@ -3,7 +3,7 @@
 The order of work, so that nothing is written of a model that cannot be:
 
     1  sort the tensors, and name what cannot be written, on all ranks
-    2  plan the files, from shapes alone
+    2  plan the files, from shapes alone, and write the configuration aside
     3  tensor by tensor: gather, cast, and write each file once it is complete
     4  the index and the configuration, last: a folder without them does not load
 
@@ -12,26 +12,35 @@ The first rank writes. It has one parameter whole, and the codes of a file, 5 GB
 
 from __future__ import annotations
 
+import math
 import os
+import shutil
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..checks import require_bool, require_module, require_one_of
-from ..nn.names import unwrapped
-from ..nn.shared_amax import fused_group
+from ..nn.names import join, unwrapped
 from ..spec import Spec
 from ..tensor.quantized import Quantized
 from .codes import input_tensors, tensors_of
 from .configuration import write_configuration, write_json
 from .ranks import is_writer, of_all_ranks
+from .scales import (
+    groups_of_other_formats,
+    groups_of_other_scales,
+    largest_input,
+    shared_amaxes,
+    underflows_of,
+)
 from .schemes import COMPRESSED_TENSORS, FORMATS, INDEX, MODELOPT
 from .weights import (
     Found,
@@ -39,7 +48,6 @@ from .weights import (
     Weight,
     find,
     names_of,
-    shared_amaxes,
     whole_of,
     without_values,
 )
@@ -83,7 +91,8 @@ def export(
     Raises:
         TypeError, ValueError: an argument is not as expected, or a converted layer cannot be
             written: all such layers are named, on every rank. Nothing is written then.
-        OSError: the folder cannot be written; a RuntimeError on the other ranks.
+        OSError: the folder cannot be written; a RuntimeError on the other ranks, as for a
+            configuration that transformers or JSON refuse, before anything is written.
 
     Source: docs/serve.md.
 
@@ -100,6 +109,8 @@ def export(
     require_one_of("format", format, FORMATS)
     require_bool("weight_only", weight_only)
     require_one_of("dtype", dtype, DTYPES)
+    if not isinstance(amaxes, (Mapping, type(None))):
+        raise TypeError(f"amaxes: expected a mapping of names, got {type(amaxes).__name__}")
     target, amaxes = Path(folder), dict(amaxes or {})
     convert = names_of(model, adapter)
     try:
@@ -110,18 +121,18 @@ def export(
         raise ValueError(f"export: expected an adapter of this model, got {error!r}") from error
     raise_together(found, problems_of(found, target, format, amaxes))
     shared = shared_amaxes(found.weights, dtype)
+    if format == COMPRESSED_TENSORS:
+        raise_together(found, underflows_of(found.weights, shared, amaxes, dtype))
 
     writer = Writer(found, convert, target, format, amaxes, shared, dtype)
-    writer.attempt(writer.plan)
-    for weight in found.weights:
-        whole = weight.whole()
-        writer.attempt(partial(writer.take_weight, weight, whole))
-    for name, tensor in found.others.items():
-        whole = whole_of(tensor)
-        writer.attempt(partial(writer.take_other, name, whole))
-    writer.attempt(writer.finish)
     assets = getattr(adapter, "hf_assets_path", None)
-    writer.attempt(partial(write_configuration, model, found, target, format, assets))
+    with TemporaryDirectory() as name:
+        aside = Path(name)
+        writer.attempt(writer.plan)
+        writer.attempt(partial(write_configuration, model, found, aside, format, assets))
+        raise_everywhere(writer.error)
+        gather(writer)
+        writer.attempt(partial(writer.finish, aside))
     raise_everywhere(writer.error)
 
 
@@ -144,6 +155,11 @@ def problems_of(
     problems |= {n: "it has no values, on meta" for n, t in found.others.items() if t.is_meta}
     known = {weight.layer for weight in found.weights} | set(found.problems)
     problems |= {f"amaxes: {n}": "no converted layer has this name" for n in {*amaxes} - known}
+    problems |= {
+        f"amaxes: {n}": f"expected a finite tensor () of at least 0, got {amax!r}"
+        for n, amax in amaxes.items()
+        if not (isinstance(amax, Tensor) and amax.dim() == 0 and 0 <= amax.item() < math.inf)
+    }
     if not found.weights and not found.problems:
         problems["model"] = "expected layers that mf.quantize_ converted, got none"
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -159,7 +175,7 @@ def raise_together(found: Found, problems: dict[str, str]) -> None:
     if any(other != every[0][0] for other, _ in every):
         joined["ranks"] = "expected tensors of the same names on every rank, got different ones"
     if joined:
-        listed = "".join(f"\n  {name}: {why}" for name, why in joined.items())
+        listed = "".join(f"\n  {name or 'the model'}: {why}" for name, why in joined.items())
         raise ValueError(f"export: expected a model that can be written, got{listed}")
 
 
@@ -171,6 +187,16 @@ def raise_everywhere(error: Exception | None) -> None:
     text = next((text for text in texts if text is not None), None)
     if text is not None:
         raise RuntimeError(f"export: rank 0 could not write the folder: {text}")
+
+
+def gather(writer: Writer) -> None:
+    """Gathers each tensor on all ranks, and gives it to the writer."""
+    for weight in writer.found.weights:
+        whole = weight.whole()
+        writer.attempt(partial(writer.take_weight, weight, whole))
+    for name, tensor in writer.found.others.items():
+        whole = whole_of(tensor)
+        writer.attempt(partial(writer.take_other, name, whole))
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -235,21 +261,14 @@ class Writer:
         for part in weight.parts:
             tensors = tensors_of(q, part, weight.storage, self.format)
             if weight.storage.needs_input_amax:
-                amax = self.input_amax(weight)
+                amax = largest_input(weight, self.found.weights, self.amaxes)
                 x = Spec.parse(weight.state.recipe.fprop.a)
                 tensors |= input_tensors(x, amax, weight.storage, self.format)
-            found |= {f"{part.name}.{name}": tensor for name, tensor in tensors.items()}
+            found |= {join(part.name, name): tensor for name, tensor in tensors.items()}
             if is_one_scale and not q.codes.is_meta:
                 amax = q.amax[part.expert] if q.amax.dim() else q.amax
                 self.tensor_amaxes[part.name] = amax.cpu()
         return found
-
-    def input_amax(self, weight: Weight) -> Tensor:
-        """Returns the largest amax of x among the layers that servers compute as one with this."""
-        group = fused_group(weight.layer)
-        names = [w.layer for w in self.found.weights if group and fused_group(w.layer) == group]
-        found = [self.amaxes[name].cpu() for name in names or [weight.layer] if name in self.amaxes]
-        return torch.stack(found).amax()
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Keeps tensors until their files are complete, which are then written."""
@@ -262,29 +281,39 @@ class Writer:
             self.missing[file].discard(name)
             if not self.missing[file]:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                save_file(self.held.pop(file), self.folder / file, metadata={"format": "pt"})
+                tensors_of_file = apart(self.held.pop(file))
+                save_file(tensors_of_file, self.folder / file, metadata={"format": "pt"})
 
-    def finish(self) -> None:
-        """Writes the index, and warns of scales that servers do not keep."""
+    def finish(self, configuration: Path) -> None:
+        """Writes the index and the configuration, and warns of groups that servers join."""
         if self.split.is_sharded:
             index = {"metadata": self.split.metadata, "weight_map": self.files}
             write_json(self.folder / INDEX, index)
-        apart = list(self.groups_of_other_scales())
-        if apart:
+        for path in configuration.iterdir():
+            shutil.copy(path, self.folder)
+        if groups := groups_of_other_scales(self.tensor_amaxes):
             warnings.warn(
-                f"export: {len(apart)} groups of layers that servers compute as one have tensor "
-                f"scales of their own, such as {apart[0]}. vLLM takes one of the scales for all of "
-                "them, so what it computes differs from the codes' values; convert the model with "
-                "share_amax='servers' before it is trained",
+                f"export: {len(groups)} groups of layers that servers compute as one have tensor "
+                f"scales of their own, such as {groups[0]}. vLLM takes one of the scales for all "
+                "of them, so what it computes differs from the codes' values; convert the model "
+                "with share_amax='servers' before it is trained",
+                stacklevel=4,
+            )
+        if groups := groups_of_other_formats(self.found):
+            warnings.warn(
+                f"export: {len(groups)} groups of layers that servers compute as one have several "
+                f"formats, such as {groups[0]}. Servers that join them need one; convert all "
+                "layers of a group, by one recipe, or none",
                 stacklevel=4,
             )
 
-    def groups_of_other_scales(self) -> Iterator[str]:
-        """Yields the names of layers that are computed as one, and whose amaxes differ."""
-        groups: defaultdict[object, list[str]] = defaultdict(list)
-        for name in self.tensor_amaxes:
-            groups[fused_group(name)].append(name)
-        groups.pop(None, None)
-        for names in groups.values():
-            if len({float(self.tensor_amaxes[name]) for name in names}) > 1:
-                yield ", ".join(names)
+
+def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns tensors of which no two share memory: buffers that are views of one another."""
+    seen: set[int] = set()
+    found = {}
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if memory in seen else tensor
+        seen.add(memory)
+    return found

@@ -9,6 +9,7 @@ from typing import Any
 from ..nn.convert.quantize import quantize_
 from ..nn.convert.selection import Report
 from .export import export
+from .read_checkpoint import Source, read_json
 
 # What save_pretrained of a tokenizer writes.
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*")
@@ -31,6 +32,9 @@ def quantize_folder(
 
     if not Path(model, "config.json").is_file():
         raise ValueError(f"MODEL: expected a folder with config.json, got {model}")
+    source = Source("MODEL", model, {})
+    if read_json(source, Path(model, "config.json"), "quantization_config"):
+        raise source.error(f"expected plain weights, got quantized ones in {model}")
     loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     report = quantize_(loaded, recipe, share_amax=share_amax)
     export(loaded, out, format, weight_only=weight_only)

@@ -7,6 +7,7 @@ weights    read and written one by one: codes and scales as they are, never valu
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import cast
 
@@ -35,10 +36,11 @@ from .read_codes import (
     Names,
     nvfp4_amax,
     nvfp4_factors,
+    problem_of_scales,
     read_names,
     read_part,
 )
-from .read_targets import Target, assign, copy_values, problem_of, targets_of
+from .read_targets import Piece, Target, assign, copy_values, problem_of, targets_of
 
 FUNCTION = "load_quantized_"
 IN_HIGH_PRECISION = "the checkpoint has it in high precision"
@@ -77,9 +79,10 @@ def load_quantized_(
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: the folder is no quantized checkpoint of a known kind, a tensor is missing,
-            unknown or of another shape, or of a format that codes here do not have, or a layer with
-            codes cannot be converted. The model is unchanged then.
+        ValueError: `device` has no memory, the folder is no quantized checkpoint of a known kind,
+            or is damaged, a tensor is missing, unknown, of another shape, unlike one that the model
+            ties to it, or of a format that codes here do not have, or a layer with codes cannot be
+            converted. The model is unchanged then.
         OSError: a file cannot be read.
 
     Example:
@@ -89,6 +92,7 @@ def load_quantized_(
         ValueError: load_quantized_: expected safetensors in no such folder, got no file
     """
     model = unwrapped(require_module(FUNCTION, model))
+    memory = require_memory(device)
     source = open_folder(FUNCTION, folder)
     if found := [fqn for fqn, _ in converted(model)]:
         raise source.error(f"expected a plain model, got {found[0]} converted")
@@ -99,7 +103,6 @@ def load_quantized_(
     specs, tied = choose_specs(source, names, codes)
     recipes = recipes_of(model, source, RecipeMap(recipe), specs)
     report = convert(model, source, recipes, codes, seed)
-    memory = torch.device(device or "cpu")
     made: dict[int, Tensor] = {}  # of tensors on meta, by id: tied ones are made once
     for fqn, target in targets.items():
         if fqn in codes:
@@ -122,6 +125,22 @@ def load_quantized_(
     return replace(report, notes=[*report.notes, *notes])
 
 
+def require_memory(device: torch.device | str | None) -> torch.device:
+    """Returns the device of parameters that are on meta, which is one with memory.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        memory = torch.device("cpu" if device is None else device)
+        torch.empty(0, device=memory)
+    except Exception as error:
+        raise ValueError(f"device: expected a device of this machine, got {device!r}") from error
+    if memory.type == "meta":
+        raise ValueError("device: expected a device with memory, got 'meta'")
+    return memory
+
+
 # ---- names and specs -----------------------------------------------------------------------------
 
 
@@ -136,7 +155,10 @@ def plan(model: nn.Module, source: Source, names: Names) -> tuple[dict[str, Targ
     given = {id(target.tensor) for target in targets.values() if target.pieces}
     lost += [fqn for fqn, target in targets.items() if id(target.tensor) not in given]
     problems = [f"{name} is unknown" for name in unknown] + [f"{fqn} is missing" for fqn in lost]
+    problems += differing_ties(source, targets)
     whys = (problem_of(source, names.weights, f, t) for f, t in targets.items() if t.pieces)
+    problems += [why for why in whys if why is not None]
+    whys = (problem_of_scales(source, weight) for weight in names.weights.values())
     problems += [why for why in whys if why is not None]
     if not names.weights:
         problems.append("no quantized weight")
@@ -145,6 +167,22 @@ def plan(model: nn.Module, source: Source, names: Names) -> tuple[dict[str, Targ
     # Of tied tensors, those without a name in the checkpoint share the others' pieces.
     pieces = {id(t.tensor): t.pieces for t in targets.values() if t.pieces}
     return {f: t._replace(pieces=pieces[id(t.tensor)]) for f, t in targets.items()}, left_out
+
+
+def differing_ties(source: Source, targets: dict[str, Target]) -> Iterator[str]:
+    """Yields why parameters that the model ties cannot have the tensors of their names.
+
+    A checkpoint may have a tied tensor under one name, or the same values under several.
+    """
+    first: dict[int, tuple[str, list[Piece]]] = {}
+    for fqn, target in targets.items():
+        if not target.pieces:
+            continue
+        name, pieces = first.setdefault(id(target.tensor), (fqn, target.pieces))
+        for piece, other in zip(target.pieces, pieces) if name != fqn else ():
+            values, others = (source.tensors.get(p.source) for p in (piece, other))
+            if values is None or others is None or not torch.equal(values, others):
+                yield f"{fqn} is tied to {name} in the model, and differs from it"
 
 
 def choose_specs(

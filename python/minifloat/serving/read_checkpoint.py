@@ -43,12 +43,15 @@ class Source(NamedTuple):
 class MappedTensors(Mapping[str, Tensor]):
     """The tensors of safetensors files, by name."""
 
-    def __init__(self, paths: Iterable[Path]) -> None:
-        from safetensors import safe_open  # which minifloat alone does not need
+    def __init__(self, source: Source, paths: Iterable[Path]) -> None:
+        from safetensors import SafetensorError, safe_open  # which minifloat alone does not need
 
         self._files: dict[str, Any] = {}
         for path in paths:
-            opened = safe_open(path, framework="pt")
+            try:
+                opened = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise source.error(f"expected safetensors in {path}, got {error}") from None
             self._files |= dict.fromkeys(opened.keys(), opened)
 
     def __getitem__(self, name: str) -> Tensor:
@@ -61,26 +64,44 @@ class MappedTensors(Mapping[str, Tensor]):
         return len(self._files)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Returns a file's content; nothing where there is no such file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+def read_json(source: Source, path: Path, key: str | None = None) -> dict[str, Any]:
+    """Returns a file's object, or the one of a key in it; nothing where there is none.
+
+    Raises:
+        ValueError: the file is no JSON of objects.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise source.error(f"expected JSON in {path}, got {error}") from None
+    found = require_object(source, str(path), found)
+    if key is None:
+        return found
+    return require_object(source, f"{path} at {key!r}", found.get(key) or {})
+
+
+def require_object(source: Source, where: str, value: Any) -> dict[str, Any]:
+    """Returns a value of JSON; ValueError where it is no object."""
+    if not isinstance(value, dict):
+        raise source.error(f"expected an object in {where}, got {type(value).__name__}")
+    return value
 
 
 def open_folder(function: str, name: object) -> Source:
     """Opens a checkpoint's files.
 
     Raises:
-        ValueError: there is no such folder or file, or the index names other tensors than the
-            files have.
+        ValueError: there is no such folder or file, a file is damaged, or the index names other
+            tensors than the files have.
     """
     folder = Path(str(name))
     source = Source(function, folder, {})
-    index = read_json(folder / INDEX).get("weight_map", {})
-    paths = sorted({folder / file for file in index.values()} or folder.glob("*.safetensors"))
+    index = read_json(source, folder / INDEX, "weight_map")
+    paths = sorted({folder / str(file) for file in index.values()} or folder.glob("*.safetensors"))
     absent = [str(path) for path in paths if not path.is_file()]
     if absent or not paths:
         raise source.error(f"expected safetensors in {folder}, got no {(absent or ['file'])[0]}")
-    tensors = MappedTensors(paths)
+    tensors = MappedTensors(source, paths)
     if index and tensors.keys() != index.keys():
         differing = sorted(tensors.keys() ^ index.keys())
         raise source.error(f"expected {INDEX} to name the tensors of its files, got {differing[0]}")
@@ -90,9 +111,9 @@ def open_folder(function: str, name: object) -> Source:
 def require_method(source: Source) -> None:
     """Raises ValueError where a folder's quantization is none that this library reads."""
     folder = Path(str(source.where))
-    config = read_json(folder / "config.json").get("quantization_config") or {}
+    config = read_json(source, folder / "config.json", "quantization_config")
     method = config.get("quant_method")
-    if not config and read_json(folder / "hf_quant_config.json"):
+    if not config and read_json(source, folder / "hf_quant_config.json"):
         method = MODELOPT
     if method not in METHODS:
         raise source.error(
@@ -100,11 +121,13 @@ def require_method(source: Source) -> None:
             f"{', '.join(METHODS)}, or hf_quant_config.json, got {method!r}"
         )
     groups = config.get("config_groups") if method == COMPRESSED_TENSORS else None
-    for name, group in (groups or {}).items():
-        weights = group.get("weights") or {}
+    for name, group in require_object(source, "config_groups", groups or {}).items():
+        where = f"config_groups.{name}"
+        weights = require_object(source, where, group).get("weights") or {}
+        weights = require_object(source, f"{where}.weights", weights)
         if weights.get("type") != "float" or not weights.get("symmetric", True):
             raise source.error(
-                f"expected symmetric weights of type float in config_groups.{name}, got {weights}"
+                f"expected symmetric weights of type float in {where}, got {weights}"
             )
     if config.get("transform_config"):
         raise source.error(

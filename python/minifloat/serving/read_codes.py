@@ -38,6 +38,7 @@ CACHES = (".q_scale", ".k_scale", ".v_scale")
 TENSOR, ROW, NVFP4 = "e4m3/tensor", "e4m3/row+exact", "nvfp4"
 NUMERATORS = {NVFP4: 2688.0, "nvfp4+4over6": 1536.0}  # S · A (docs/numerics.md, section 5)
 NEIGHBOURS = 4  # amaxes that are tried on each side of the first, next to each other in float32
+ONE = 0x38  # 1 in E4M3
 # The first one that dtypes and shapes fit: one scale is that of the tensor.
 LAYOUTS = {
     NVFP4: schemes.NVFP4,
@@ -99,7 +100,7 @@ def read_names(source: Source) -> Names:
                 weights[parameter] = stored(source, codes, scale, factor)
                 taken |= {codes, scale, factor or codes}
     left = [name for name in names if name not in taken]
-    ignored = [name for name in left if name.endswith(ACTIVATIONS + CACHES)]
+    ignored = [name for name in left if f".{name}".endswith(ACTIVATIONS + CACHES)]
     return Names(weights, [name for name in left if name not in ignored], ignored)
 
 
@@ -151,6 +152,21 @@ def read_part(source: Source, weight: Stored, spec: str) -> tuple[Tensor, Tensor
     return codes, scale.float().reshape((*experts, *wanted.scale_shape(n, k)))
 
 
+def problem_of_scales(source: Source, weight: Stored) -> str | None:
+    """Returns why the scales of a weight give it no values; None where they do.
+
+    What a layer computes of NaN is NaN, and no cast gives scales with a sign.
+    """
+    scales = source.tensors[weight.scale]
+    if scales.dtype == torch.uint8:
+        scales = scales.view(schemes.E8M0)
+    values = scales.float()
+    bad = values[~((values >= 0) & values.isfinite())]
+    if not bad.numel():
+        return None
+    return f"{weight.scale} has {bad.numel()} scales that are negative, Inf or NaN"
+
+
 def nvfp4_factors(source: Source, weight: Stored) -> list[tuple[float, bool]]:
     """Returns NVFP4's factor of each matrix of a weight, and whether scales are divided by it.
 
@@ -190,7 +206,8 @@ def nvfp4_amax(spec: str, factor: float, divides: bool) -> Amax | None:
             factor), ModelOpt code · (s · factor), both in float32, rounded to bfloat16.
 
     Returns:
-        That with the fewest ties. None: the factor is out of an amax's range.
+        That with the fewest ties, and of those one whose factor, as mf.export writes it, is the
+        checkpoint's. None: the factor is out of an amax's range.
     """
     f = torch.tensor(factor)
     first = NUMERATORS[spec] / f if divides else NUMERATORS[spec] * f
@@ -212,5 +229,7 @@ def nvfp4_amax(spec: str, factor: float, divides: bool) -> Amax | None:
     is_near = ((found - wanted).abs() <= wanted.abs() * BF16_STEP).flatten(1).all(1)
     counts = (found != wanted).flatten(1).sum(1).tolist()
     near = [i for i, fits in enumerate(is_near.tolist()) if fits]
-    best = min(near, key=counts.__getitem__, default=None)
+    ours = dequantize(table, torch.float32)[:, ONE, 2]  # of scale 1 and code 1
+    is_other = ((ours.reciprocal() if divides else ours) != f).tolist()
+    best = min(near, key=lambda i: (counts[i], is_other[i]), default=None)
     return None if best is None else Amax(amax[best].item(), counts[best])

@@ -47,8 +47,9 @@ def restore_(
     Raises:
         TypeError: `model` is no module.
         ValueError: FSDP2 gathers a weight as codes; a layer is of a subclass of mf.Linear, which
-            was never an nn.Linear; `weights` lacks a weight, has an unknown name or another shape,
-            or has weights that are not those of the codes. The model is unchanged then.
+            was never an nn.Linear; `weights` lacks a weight, has an unknown name, another shape or
+            a value that is no tensor, or has weights that are not those of the codes. The model is
+            unchanged then.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32))
@@ -65,6 +66,10 @@ def restore_(
     if weights is not None:
         if isinstance(weights, Mapping):
             source = Source(FUNCTION, "a state dict", weights)
+            for name, value in weights.items():
+                if not isinstance(value, Tensor):
+                    what = type(value).__name__
+                    raise source.error(f"weights: {name}: expected a tensor, got {what}")
         else:
             source = open_folder(FUNCTION, weights)
         targets = find_originals(unwrapped(model), source)

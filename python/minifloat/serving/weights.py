@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -34,12 +34,10 @@ from ..recipe import operand_names
 from ..spec import Spec
 from ..tensor.quantized import Quantized, quantize
 from ..tensor.quantized_tensor import QuantizedTensor
-from .calibrate import amax_of
-from .ranks import of_all_ranks
 from .schemes import Scheme, Storage, storage_of
 
 Names = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # own names -> a checkpoint's
-SUFFIX = ".weight"
+SUFFIX = ".weight"  # of a name; a model that is one layer has `weight` alone
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Part:
     """A layer of the folder.
 
     Args:
-        name: of the layer, without `.weight`.
+        name: of the layer, without `.weight`; empty where the model is the layer.
         expert: its matrix of the parameter.
         rows: of that matrix, in the layer's order.
     """
@@ -131,33 +129,6 @@ class Weight:
         return bool(torch.isfinite(local).all())
 
 
-def shared_amaxes(weights: Sequence[Weight], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Returns the amax, float32 (), of each layer that shares one of W, by the layer's name.
-
-    All ranks call it together.
-
-    Args:
-        weights: those of the model.
-        dtype: what forwards read them in; None: their own.
-
-    Raises:
-        ValueError: a layer of a group was replaced.
-    """
-    own: dict[str, float] = {}
-    members: dict[AmaxGroup, list[str]] = {}
-    for weight in weights:
-        if (group := weight.amax_group) is not None:
-            group.layers(weight.state.recipe)
-            members.setdefault(group, []).append(weight.layer)
-            own[weight.layer] = float(amax_of(weight.local.to(dtype or weight.local.dtype)))
-    every = of_all_ranks(own)
-    return {
-        name: torch.tensor(max(of_rank[n] for of_rank in every for n in names))
-        for names in members.values()
-        for name in names
-    }
-
-
 def whole_of(tensor: Tensor, state: RecipeState | None = None) -> Tensor:
     """Gathers a parameter from the ranks that have parts of it; they all call it together."""
     tensor = tensor.detach()
@@ -211,6 +182,12 @@ def own_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     return found
 
 
+def layer_of(key: str) -> str | None:
+    """Returns the name of the layer whose weight has this name; None: it is no layer's weight."""
+    leaf = SUFFIX.removeprefix(".")
+    return "" if key == leaf else key.removesuffix(SUFFIX) if key.endswith(SUFFIX) else None
+
+
 def parts_of(name: str, shape: tuple[int, ...], convert: Names, scheme: Scheme) -> list[Part] | str:
     """Returns the layers that a parameter becomes, or why it cannot be cut into them."""
     *batch, rows, columns = shape
@@ -223,8 +200,8 @@ def parts_of(name: str, shape: tuple[int, ...], convert: Names, scheme: Scheme) 
         return f"its name in a checkpoint was not found ({type(error).__name__}: {error})"
     found = []
     for key, value in by_row.items():
-        layer = key.removesuffix(SUFFIX)
-        if layer == key or value.dim() != 2 or value.shape[1] != columns or not value.numel():
+        layer = layer_of(key)
+        if layer is None or value.dim() != 2 or value.shape[1] != columns or not value.numel():
             return f"a checkpoint has it as {key} {tuple(value.shape)}, which is no linear layer"
         of_layer = value[:, 0]
         expert = int(of_layer[0]) // rows
@@ -280,6 +257,9 @@ def find(
     for raw_name, tensor in model.state_dict(keep_vars=True).items():
         name = clean_name(raw_name)
         if name in skipped:
+            continue
+        if not isinstance(tensor, Tensor):
+            found.problems[name] = f"a checkpoint has tensors alone, got {type(tensor).__name__}"
             continue
         first = owners.setdefault(id(tensor), name)
         if name not in products:
@@ -381,7 +361,7 @@ def layer_names(name: str, tensor: Tensor, convert: Names) -> list[str]:
     """
     keys = convert({name: without_values(tensor)})
     if tensor.dim() == 2:
-        return [key.removesuffix(SUFFIX) for key in keys]
+        return [key if (layer := layer_of(key)) is None else layer for key in keys]
     found = (pattern_of(key.removesuffix(SUFFIX)) for key in keys)
     names = (p if "{}" in p else p.rpartition(".")[0] for p in found)
     return [n for n in dict.fromkeys(names) if "{}" in n or "expert" in n.rpartition(".")[2]]
