@@ -127,7 +127,7 @@ def watch(
         fqn = clean_name(raw_fqn)
         if fqn in layers:
             see = partial(see_input, found, fqn)
-            undo.callback(module.register_forward_pre_hook(see, with_kwargs=True).remove)
+            undo.callback(module.register_forward_hook(see, with_kwargs=True).remove)
         names = [join(fqn, name) for name in products_by_weight(module)]
         if any(name in layers for name in names):
             products = Products(module, names, found)
@@ -140,9 +140,14 @@ def watch(
 
 
 def see_input(
-    found: dict[str, Tensor], name: str, module: nn.Module, args: Any, kwargs: dict[str, Any]
+    found: dict[str, Tensor],
+    name: str,
+    module: nn.Module,
+    args: Any,
+    kwargs: dict[str, Any],
+    output: object,
 ) -> None:
-    """Records a linear layer's input."""
+    """Records a linear layer's input, which its forward has checked and read."""
     x = args[0] if args else kwargs["input"]
     note(found, name, amax_of(getattr(x, "_local_tensor", x)))
 
