@@ -16,6 +16,7 @@ from typing import Any, cast
 from torch import nn
 
 from .._version import __version__
+from .read_checkpoint import Source, read_json
 from .schemes import COMPRESSED_TENSORS, MODELOPT, Storage
 from .weights import Found, Weight, is_transformers, pattern_of
 
@@ -141,11 +142,8 @@ def write_configuration(
             pretrained.generation_config.save_pretrained(folder)
         config.save_pretrained(folder)
         return
-    source = Path(assets, "config.json") if assets else None
-    try:
-        known = json.loads(source.read_text()) if source is not None and source.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"export: adapter: expected JSON in {source}, got {error}") from None
+    source = Source("export: adapter", assets, {})
+    known = read_json(source, Path(assets, "config.json")) if assets else {}
     write_json(folder / "config.json", known | {"quantization_config": about})
 
 

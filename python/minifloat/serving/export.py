@@ -258,12 +258,13 @@ class Writer:
         """Returns the tensors of a parameter's layers by their names in the folder."""
         found: dict[str, Tensor] = {}
         is_one_scale = Spec.parse(q.spec).amax_of == "tensor"
+        x, x_amax = Spec.parse(weight.state.recipe.fprop.a), None
+        if weight.storage.needs_input_amax:
+            x_amax = largest_input(weight, self.found.weights, self.amaxes)
         for part in weight.parts:
             tensors = tensors_of(q, part, weight.storage, self.format)
-            if weight.storage.needs_input_amax:
-                amax = largest_input(weight, self.found.weights, self.amaxes)
-                x = Spec.parse(weight.state.recipe.fprop.a)
-                tensors |= input_tensors(x, amax, weight.storage, self.format)
+            if x_amax is not None:
+                tensors |= input_tensors(x, x_amax, weight.storage, self.format)
             found |= {join(part.name, name): tensor for name, tensor in tensors.items()}
             if is_one_scale and not q.codes.is_meta:
                 amax = q.amax[part.expert] if q.amax.dim() else q.amax

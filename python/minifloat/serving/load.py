@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import require_module
-from ..nn.convert.filters import require_used
+from ..nn.convert.filters import require_globs
 from ..nn.convert.quantize import quantize_, restore_
 from ..nn.convert.selection import Report
 from ..nn.grouped_product import product_of
 from ..nn.names import unwrapped
 from ..nn.state.recipe_state import RecipeState, converted
-from ..recipe import FORWARD_W, Product, Recipe, RecipeMap, glob_matches
+from ..recipe import FORWARD_W, Product, Recipe, RecipeMap
 from ..spec import Spec
 from ..tensor.directions import tensors_of
 from ..tensor.quantized import Quantized
@@ -270,9 +270,7 @@ def recipes_of(
     model: nn.Module, source: Source, recipes: RecipeMap, specs: dict[str, str]
 ) -> RecipeMap:
     """Returns the recipe of each module that has codes, by name."""
-    fqns = [fqn for fqn, _ in model.named_modules()]
-    unused = [g for g, _ in recipes.entries if not any(glob_matches(g, fqn) for fqn in fqns)]
-    require_used("recipe", "globs of names of this model's modules", unused, fqns)
+    require_globs(recipes, [fqn for fqn, _ in model.named_modules()])
     texts = {}
     for fqn, spec in specs.items():
         module = fqn.rpartition(".")[0]

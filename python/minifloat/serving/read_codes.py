@@ -107,7 +107,7 @@ def read_names(source: Source) -> Names:
 def stored(source: Source, codes: str, scale: str, factor: str | None) -> Stored:
     """Returns the weight that these tensors are."""
     c, s = source.tensors[codes], source.tensors[scale]
-    shape = tuple((c.flatten(-2) if codes.endswith("_blocks") else c).shape)
+    shape = tuple((c.flatten(-2) if codes.endswith(schemes.BLOCKS) else c).shape)
     if c.dtype in (torch.uint8, torch.int8):
         shape = (*shape[:-1], 2 * shape[-1])
     spec = spec_of(c.dtype, s.dtype, shape, tuple(s.shape)) if len(shape) in (2, 3) else None

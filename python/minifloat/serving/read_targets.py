@@ -10,7 +10,6 @@ that merge the matrices of experts, and join gate and up.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from ..moe.convert.projections import NAMES, is_row_major
 from ..nn.state.recipe_state import WEIGHT_DTYPES
 from .read_checkpoint import Source
 from .read_codes import Stored
+from .weights import is_transformers
 
 EXPERT = re.compile(r"\.(\d+)\.")
 PEFT_PREFIX, PEFT_PART = "base_model.model.", "base_layer"
@@ -99,11 +99,8 @@ def targets_of(model: nn.Module) -> tuple[dict[str, Target], list[str]]:
 
 def transformers_model(model: nn.Module) -> Any:
     """Returns the model of transformers that this is, or that PEFT wraps; None: neither."""
-    if "transformers" not in sys.modules:
-        return None
-    cls = sys.modules["transformers"].PreTrainedModel
     inner = getattr(getattr(model, "base_model", None), "model", None)
-    return next((m for m in (model, inner) if isinstance(m, cls)), None)
+    return next((m for m in (model, inner) if is_transformers(m)), None)
 
 
 def finder_of_pieces(source: Source, model: nn.Module) -> Callable[[str], tuple[str, Piece]]:

@@ -145,7 +145,7 @@ def whole_of(tensor: Tensor, state: RecipeState | None = None) -> Tensor:
 # ---- names ---------------------------------------------------------------------------------------
 
 
-def is_transformers(model: nn.Module) -> bool:
+def is_transformers(model: object) -> bool:
     """Tells whether a model is one of transformers, without importing it."""
     library = sys.modules.get("transformers")
     return library is not None and isinstance(model, library.PreTrainedModel)

@@ -146,8 +146,7 @@ class Filters:
         self.parts = [name for name in names if name != AUTO_FILTER]
         unused = [part for part in self.parts if not any(part in fqn for fqn in fqns)]
         require_used("filter_fqns", "parts of names of this model's modules", unused, fqns)
-        unused = [g for g, _ in recipes.entries if not any(glob_matches(g, fqn) for fqn in fqns)]
-        require_used("recipe", "globs of names of this model's modules", unused, fqns)
+        require_globs(recipes, fqns)
         require_one_of("keep", keep, KEEPS)
         heads = {} if keep == "nothing" else heads_of(model)
         self.heads = None if keep == "nothing" else tuple(heads)
@@ -172,6 +171,12 @@ class Filters:
         if self.filter_fn is not None and not self.filter_fn(module, fqn):
             return "filter_fn says no"
         return None
+
+
+def require_globs(recipes: RecipeMap, fqns: Sequence[str]) -> None:
+    """Raises ValueError where a glob of a recipe map matches no name of a module."""
+    unused = [g for g, _ in recipes.entries if not any(glob_matches(g, fqn) for fqn in fqns)]
+    require_used("recipe", "globs of names of this model's modules", unused, fqns)
 
 
 def require_used(argument: str, expected: str, unused: Sequence[str], fqns: Iterable[str]) -> None:
