@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._native import ops
 from .checks import require_text
-from .nn.linear import needs_gradient, weight_operands
+from .nn.linear_state import needs_gradient, weight_operands
 from .nn.registry import distributed_functions, is_distributed
 from .recipe import Recipe
 

@@ -148,8 +148,8 @@ TORCH_LIBRARY(minifloat, m) {
       "int ranks, int weight_dim, int? token_dim=None, Tensor? rng=None, "
       "Tensor(a!)? amax_history=None, int stream=0, Tensor[]? x_operands=None, "
       "Tensor[]? weight_operands=None, "
-      "__torch__.torch.classes.minifloat.GatheredInput? gathered=None, str recompute=\"\") -> "
-      "Tensor",
+      "__torch__.torch.classes.minifloat.GatheredInput? gathered=None, str recompute=\"\", "
+      "Tensor(b!)? main_grad=None, str accumulate=\"\", str received=\"\") -> Tensor",
       tags);
   m.def("token_unit(str recipe) -> int");
   m.def("shard_multiple(str spec, bool columnwise, int dim) -> int");

@@ -7,14 +7,15 @@ function may import its package at its first call, when the first DTensor is pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
 from ..recipe import Recipe
-from .names import join
+from .names import clean_name, join
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -84,6 +85,79 @@ def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:
     return type(weight) not in (Tensor, nn.Parameter) and hasattr(weight, "device_mesh")
 
 
+# ---- layers of other libraries -------------------------------------------------------------------
+
+
+class LibraryLayers(Protocol):
+    """The linear layers of a library that are no nn.Linear."""
+
+    def is_layer(self, module: nn.Module) -> bool:
+        """Tells whether a module is such a layer, converted or not."""
+
+    def reason(self, module: nn.Module) -> str | None:
+        """Returns why a layer cannot be converted; None where it can."""
+
+    def convert(self, choice: Choice, delayed: Any) -> list[Any]:
+        """Converts a layer, and returns what has its state."""
+
+    def restore(self, module: nn.Module) -> None:
+        """Undoes `convert`, complete or not."""
+
+    def numbers(self, module: nn.Module) -> Mapping[str, int]:
+        """Returns the number among all ranks of each part of a module that is numbered by rank.
+
+        Parts have their names in the module: "layers.0" -> 12.
+        """
+
+    def blocks(self, model: nn.Module) -> int | None:
+        """Returns how many blocks the model has on all ranks; None: as many as on this one."""
+
+    def data_parallel_rank(self) -> int:
+        """Returns this process's number among those with other tokens."""
+
+
+LIBRARIES = {"megatron": "minifloat.megatron.register"}  # package -> the module that knows it
+
+
+def library_of(module: nn.Module) -> LibraryLayers | None:
+    """Returns who knows the layers of a module's library; None: no such library."""
+    for cls in type(module).__mro__:
+        package = cls.__module__.partition(".")[0]
+        if package in LIBRARIES:
+            layers: LibraryLayers = import_module(LIBRARIES[package]).LAYERS
+            return layers
+    return None
+
+
+def layers_of(module: nn.Module) -> LibraryLayers | None:
+    """Returns the library whose layer a module is; None: it is none."""
+    library = library_of(module)
+    return library if library is not None and library.is_layer(module) else None
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Tells whether a module is an nn.Linear, or a linear layer of another library."""
+    return isinstance(module, nn.Linear) or layers_of(module) is not None
+
+
+def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of a model by the names that recipes and random bits go by.
+
+    Those are free of the names of wrappers. A block or an expert has its number among those of all
+    ranks.
+    """
+    numbers: dict[str, int] = {}
+    for raw_fqn, module in model.named_modules():
+        if (library := library_of(module)) is not None:
+            for part, number in library.numbers(module).items():
+                numbers[join(raw_fqn, part)] = number
+        parts = raw_fqn.split(".")
+        for i in range(len(parts) if numbers else 0):
+            if (known := numbers.get(".".join(raw_fqn.split(".")[: i + 1]))) is not None:
+                parts[i] = str(known)
+        yield clean_name(".".join(parts)), module
+
+
 # ---- mixtures of experts -------------------------------------------------------------------------
 
 
@@ -98,6 +172,7 @@ class Choice:
         recipe: of the products.
         form: the class of the module, or the part that its conversion adds to its class.
         reads_codes: whether its products read the parameters themselves, which may be codes.
+        library: whose layer it is; None: an nn.Linear, or experts.
     """
 
     fqn: str
@@ -106,6 +181,7 @@ class Choice:
     recipe: Recipe
     form: type[nn.Module]
     reads_codes: bool = True
+    library: LibraryLayers | None = None
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -115,8 +191,8 @@ class Choice:
     @property
     def rows(self) -> list[str]:
         """The names of the rows of a report: the layer's, or those of 3D parameters."""
-        is_linear = isinstance(self.module, nn.Linear)
-        return [self.fqn] if is_linear else [join(self.fqn, name) for name in self.names]
+        is_layer = isinstance(self.module, nn.Linear) or self.library is not None
+        return [self.fqn] if is_layer else [join(self.fqn, name) for name in self.names]
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..._native import ops
 from ...nn.cache.operand_cache import SharedInput, conditions_of
-from ...nn.linear import Linear, needs_gradient, weight_operands
+from ...nn.linear import Linear
+from ...nn.linear_state import needs_gradient, weight_operands
 from ...nn.state.random_state import require_shared_seed
 from ...recipe import Recipe
 

@@ -25,7 +25,8 @@ from torch import nn
 
 from ...checks import require_one_of, require_text
 from ...recipe import Recipe, RecipeMap, glob_matches
-from ..names import clean_name, join
+from ..names import join
+from ..registry import is_linear, library_of, named_modules
 from .heads import blocks_of, heads_of
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -140,7 +141,7 @@ class Filters:
                 f"filter_fn: expected a function of (module, name), got {type(filter_fn).__name__}"
             )
         names = [require_text("filter_fqns: an entry", name) for name in filter_fqns]
-        fqns = [clean_name(fqn) for fqn, _ in model.named_modules()]
+        fqns = [fqn for fqn, _ in named_modules(model)]
         self.recipes, self.filter_fn = recipes, filter_fn
         self.is_sized = AUTO_FILTER in names
         self.parts = [name for name in names if name != AUTO_FILTER]
@@ -230,11 +231,11 @@ def kept_by(
     if keep == "nothing":
         return {}
 
-    named = {clean_name(raw_fqn): module for raw_fqn, module in model.named_modules()}
+    named = dict(named_modules(model))
 
     def is_in_map(head: str) -> bool:
-        linear = [n for n, m in named[head].named_modules() if isinstance(m, nn.Linear)]
-        return any(set(globs_of(join(head, clean_name(n)))) - {"*"} for n in linear)
+        linear = [n for n, m in named_modules(named[head]) if is_linear(m)]
+        return any(set(globs_of(join(head, n))) - {"*"} for n in linear)
 
     modules = {head: how for head, how in heads.items() if not is_in_map(head)}
     if keep == "nvfp4_paper":
@@ -244,7 +245,13 @@ def kept_by(
                 f'keep="{keep}": expected a model with numbered blocks (layers.0, layers.1, …), '
                 f"got {type(model).__name__} without; name layers in filter_fqns instead"
             )
-        count = max(1, len(blocks) * LAST_PERCENT // 100)
+        library = library_of(model)
+        every = (library and library.blocks(model)) or len(blocks)
+        count = max(1, every * LAST_PERCENT // 100)
         last = "block" if count == 1 else f"{count} blocks"
-        modules |= dict.fromkeys(blocks[-count:], f"in the last {last} of {len(blocks)}")
+        if every == len(blocks):
+            kept = blocks[-count:]
+        else:  # a stage of a pipeline, whose blocks have their numbers in the whole model
+            kept = [fqn for fqn in blocks if int(fqn.rpartition(".")[2]) >= every - count]
+        modules |= dict.fromkeys(kept, f"in the last {last} of {every}")
     return {name: f'keep="{keep}": {what}' for name, what in modules.items()}

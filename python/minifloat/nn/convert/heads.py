@@ -32,7 +32,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..names import clean_name, join
+from ..names import join
+from ..registry import is_linear, named_modules
 
 HEADS = (
     "lm_head",  # Hugging Face, torchtitan
@@ -56,7 +57,7 @@ def is_numbered(fqn: str) -> bool:
 
 def heads_of(model: nn.Module) -> dict[str, str]:
     """Finds heads: the name of each layer, or of a module that holds them -> how it was found."""
-    modules = {clean_name(raw_fqn): module for raw_fqn, module in model.named_modules()}
+    modules = dict(named_modules(model))
     linears = {fqn: m for fqn, m in modules.items() if isinstance(m, nn.Linear)}
     found: dict[str, str] = dict.fromkeys(named_heads(modules, blocks_of(model)), "the head")
 
@@ -105,7 +106,7 @@ def is_made_of_linears(module: nn.Module) -> bool:
     """Tells whether a module is, or has, linear layers, and beside them vectors alone, of norms."""
     has_linear = False
     for each in module.modules():
-        if isinstance(each, nn.Linear):
+        if is_linear(each):
             has_linear = True
         elif any(is_lazy(p) or p.dim() > 1 for p in each.parameters(recurse=False)):
             return False
@@ -160,8 +161,8 @@ def last_behind_blocks(linears: Iterable[str]) -> str | None:
 def blocks_of(model: nn.Module) -> list[str]:
     """Returns the names of a model's blocks, in order."""
     lists: dict[str, dict[str, nn.Module]] = {}
-    for raw_fqn, module in model.named_modules():
-        parent, _, name = clean_name(raw_fqn).rpartition(".")
+    for fqn, module in named_modules(model):
+        parent, _, name = fqn.rpartition(".")
         if name.isdecimal() and not is_numbered(parent):
             lists.setdefault(parent, {})[join(parent, name)] = module
     sizes = {

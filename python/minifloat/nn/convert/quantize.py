@@ -29,8 +29,9 @@ from ..linear import (
     require_primary,
     restore_linear,
 )
+from ..linear_state import LinearState
 from ..names import unwrapped
-from ..registry import CODES, COMPUTE_DTYPE, expert_functions
+from ..registry import CODES, COMPUTE_DTYPE, expert_functions, layers_of, library_of
 from ..shared_amax import GATHERED_WHOLE, SHARE_AMAX, find_groups
 from ..state.model_state import (
     require_same_random_state,
@@ -161,6 +162,9 @@ def quantize_(
             "share_amax: expected primary=False and recompute=None with it, got "
             f"primary={primary}, recompute={recompute!r}"
         )
+    library = library_of(model)
+    if data_parallel_rank is None and library is not None:
+        data_parallel_rank = library.data_parallel_rank()
     recipe_map, policy = read_recipe(recipe, keep)
     filters = Filters(model, recipe_map, filter_fqns, filter_fn, policy)
     selection = select(
@@ -180,13 +184,13 @@ def quantize_(
             undo.callback(remove_hooks, module, hooks_of(module))
         for choice in selection.chosen:
             undo.callback(revert, choice.module, dict(choice.module._parameters))
-            plan = plans[choice.fqn][0]
-            if isinstance(choice.module, nn.Linear):
+            plan = plans.get(choice.fqn, (None, ""))[0]
+            if choice.library is not None:
+                new: list[RecipeState] = choice.library.convert(choice, delayed_scaling)
+            elif isinstance(choice.module, nn.Linear):
                 layer = adopt(choice.module, choice.recipe, choice.fqn, delayed_scaling, plan)
                 layer.amax_group = groups.get(choice.fqn)
-                if primary:
-                    make_primary(layer, choice.names, choice.recipe, keep_high_precision_init)
-                new: list[RecipeState] = [layer]
+                new = [layer]
             else:
                 new = expert_functions.convert(
                     choice,
@@ -197,8 +201,10 @@ def quantize_(
                 )
             for state in new:
                 state.recompute = recompute or ""
-                if isinstance(state, Linear):
-                    state.accumulate = accumulate or ""
+                if isinstance(state, LinearState):
+                    state.accumulate = accumulate or state.accumulate
+                    if primary:
+                        make_primary(state, choice.names, choice.recipe, keep_high_precision_init)
             layers += new
         share_random_state(model, layers, seed, data_parallel_rank)
         share_inputs(model, {m: m.recipe for m in layers if isinstance(m, Linear)})
@@ -212,7 +218,7 @@ def quantize_(
             notes.append((choice.fqn, parallel.describe(choice.module)))
     rows = [(row, choice) for choice in selection.chosen for row in choice.rows]
     recipes = [(row, choice.recipe.text) for row, choice in rows]
-    gathers = {row: plans[choice.fqn][1] for row, choice in rows}
+    gathers = {row: plans[choice.fqn][1] for row, choice in rows if choice.fqn in plans}
     report = Report(recipes, selection.skipped, gathers, notes, fused, not_fused, filters.heads)
     LOGGER.info("%s", report)
     return report
@@ -224,8 +230,11 @@ def restore_(model: nn.Module) -> nn.Module:
     for module in model.modules():
         remove_hooks(module)
     restore_mlps(model)
-    for layer in [module for module in model.modules() if isinstance(module, Linear)]:
-        restore_linear(layer)
+    for module in list(model.modules()):
+        if isinstance(module, Linear):
+            restore_linear(module)
+        elif (library := layers_of(module)) is not None:
+            library.restore(module)
     expert_functions.restore(model)
     enable_fast_paths_in(model)
     return model
@@ -240,7 +249,7 @@ def require_restorable(model: nn.Module) -> None:
                 f"restore_: expected a model that FSDP2 has not sharded, but {state.fqn} is "
                 "gathered as codes; restore it before fully_shard"
             )
-        if isinstance(state, Linear) and class_without_recipe(type(state)) is None:
+        if isinstance(state, LinearState) and class_without_recipe(type(state)) is None:
             raise ValueError(
                 f"restore_: expected layers that were nn.Linear, but {state.fqn} was built as a "
                 f"{type(state).__name__}, a subclass of minifloat.Linear"
@@ -249,9 +258,12 @@ def require_restorable(model: nn.Module) -> None:
 
 def revert(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
     """Reverts the conversion of one module, complete or not."""
-    if isinstance(module, Linear):
+    if isinstance(module, LinearState):
         module.weight = cast(nn.Parameter, parameters["weight"])
+    if isinstance(module, Linear):
         restore_linear(module)
+    elif (library := layers_of(module)) is not None:
+        library.restore(module)
     elif not isinstance(module, nn.Linear):
         expert_functions.revert(module)
         module._parameters.update(parameters)

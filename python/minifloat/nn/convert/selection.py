@@ -17,14 +17,17 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ...recipe import Recipe
 from ..linear import reason_against_primary
-from ..names import clean_name, join, owners_of_parameters
+from ..names import join, owners_of_parameters
 from ..registry import (
     COMPUTE_DTYPE,
     Choice,
+    LibraryLayers,
     PlannedGather,
     Selection,
     distributed_functions,
     is_distributed,
+    layers_of,
+    named_modules,
 )
 from ..state.recipe_state import WEIGHT_DTYPES
 from .filters import Filters
@@ -99,8 +102,7 @@ def is_attention(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
 
 def skipped_kinds(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yields (name, reason) of weights of linear layers that are no nn.Linear, or lazy."""
-    for raw_fqn, module in model.named_modules():
-        fqn = clean_name(raw_fqn)
+    for fqn, module in named_modules(model):
         lazy = [name for name, p in module.named_parameters(recurse=False) if is_lazy(p)]
         if not isinstance(module, nn.Linear):
             yield from ((join(fqn, name), LAZY) for name in lazy)
@@ -164,10 +166,14 @@ def already_converted(recipe: Recipe) -> str:
     return f"already converted ({recipe}); mf.restore_ undoes that"
 
 
-def reason_of_kind(module: nn.Linear, is_read_past: bool) -> str | None:
+def reason_of_kind(
+    module: nn.Module, library: LibraryLayers | None, is_read_past: bool
+) -> str | None:
     """Returns why a module of this kind cannot be converted; None where it can."""
     if isinstance(recipe := getattr(module, "recipe", None), Recipe):
         return already_converted(recipe)
+    if library is not None:
+        return library.reason(module)
     if is_read_past:
         return (
             f"{type(module).__name__}: nn.MultiheadAttention reads its weight, and in_proj_weight, "
@@ -203,24 +209,27 @@ def select(model: nn.Module, filters: Filters, experts: Selection, primary: bool
     read_past = {module.out_proj for module in model.modules() if is_attention(module)}
     owners = owners_of_parameters(model)
 
-    def reason(module: nn.Linear, fqn: str, recipe: Recipe | None) -> str | None:
+    def reason(
+        module: Any, library: LibraryLayers | None, fqn: str, recipe: Recipe | None
+    ) -> str | None:
         if module in routers:
             return routers[module][1]
-        why = reason_of_kind(module, module in read_past) or filters.reason(module, fqn)
+        why = reason_of_kind(module, library, module in read_past) or filters.reason(module, fqn)
         if why is None and primary and recipe is not None:
             why = reason_against_primary(module.weight, recipe, owners)
         return why
 
-    for raw_fqn, module in model.named_modules():
-        if not isinstance(module, nn.Linear):
+    for fqn, module in named_modules(model):
+        library = None if isinstance(module, nn.Linear) else layers_of(module)
+        if not isinstance(module, nn.Linear) and library is None:
             continue
-        fqn = clean_name(raw_fqn)
         recipe = filters.recipes.find(fqn)
-        why_not = reason(module, fqn, recipe)
+        why_not = reason(module, library, fqn, recipe)
         if why_not is not None:
             out.skipped.append((fqn, why_not))
         elif recipe is not None:
-            out.chosen.append(Choice(fqn, module, ("weight",), recipe, nn.Linear))
+            kind = type(module)
+            out.chosen.append(Choice(fqn, module, ("weight",), recipe, kind, library=library))
     out.skipped.extend(row for m, row in routers.items() if not isinstance(m, nn.Linear))
     out.skipped.extend(skipped_kinds(model))
     out.skipped.extend(experts.skipped)
@@ -286,4 +295,4 @@ def plan_gathers(
                 distributed_functions.require_no_shard(choice.module, choice.fqn, weight)
         return planned
 
-    return {choice.fqn: plan(choice) for choice in chosen}
+    return {choice.fqn: plan(choice) for choice in chosen if choice.library is None}

@@ -26,7 +26,8 @@ from ...checks import require_bool, require_int, require_one_of
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..accumulation import weight_sums
 from ..convert.reads import NOTHING, Reads, first_change, has_hooks, hook_of
-from ..linear import Linear, parameter_of, rebased, weight_operands
+from ..linear import Linear, rebased
+from ..linear_state import parameter_of, weight_operands
 from .match import match_forward
 
 if TYPE_CHECKING:

@@ -1,0 +1,11 @@
+"""Megatron-Core's models under minifloat's recipes (docs/megatron.md).
+
+    with minifloat.megatron.backend():
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+    model = GPTModel(config, spec, …)
+    mf.quantize_(model, "mxfp8")
+
+mf.quantize_ converts models of Megatron's local specs too.
+"""
+
+from .specs import SpecProvider, backend

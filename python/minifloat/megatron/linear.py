@@ -1,0 +1,165 @@
+"""Megatron-Core's ColumnParallelLinear and RowParallelLinear under a recipe.
+
+Megatron's own forward places tensors over the tensor-parallel ranks, and calls _forward_impl for
+the product. A converted layer has Megatron's class with another _forward_impl. So parameters, their
+names, initialization and distributed checkpoints stay Megatron's.
+
+    tensor parallel      the op linear_sharded: each rank casts its shard to the bytes that it has
+                         in the whole operand. Row blocks of the weight are those of Megatron's
+                         shards: of a fused gate and up, first this rank's gate, then its up.
+    sequence parallel    codes of the input are gathered, where runs of tokens end between blocks;
+                         else its values
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import cache
+from typing import Any, ClassVar
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor, nn
+
+from .._native import ops
+from ..nn.accumulation import weight_sums
+from ..nn.linear_state import LinearState, needs_gradient, weight_operands
+from ..nn.state.random_state import require_shared_seed
+
+
+class MegatronLinear(LinearState):
+    """The part of a converted class that computes the product of a rank's shard."""
+
+    weight_dim: ClassVar[int]  # of W (N, K), which tensor-parallel ranks cut
+    tp_group: torch.distributed.ProcessGroup
+
+    def _forward_impl(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        allreduce_dgrad: bool = False,
+        sequence_parallel: bool = False,
+        **others: object,
+    ) -> Tensor:
+        """Computes the product, as Megatron's _forward_impl does.
+
+        Args:
+            input: (tokens of this rank, …, K) under sequence parallelism; else (…, K).
+            weight: (N, K), this rank's shard.
+            bias: (N), or None.
+            allreduce_dgrad: whether the gradient of the input is summed over the ranks here.
+            sequence_parallel: whether the ranks cut the input along its first dimension.
+            others: Megatron's, which reason_against has refused, or whose layer has them too.
+        """
+        group, token_dim = self.tp_group, None
+        if group.size() == 1:
+            return self.multiply(input, weight, bias)
+        if sequence_parallel:
+            run, multiple = math.prod(input.shape[:-1]), ops.token_unit(self.recipe.text)
+            if multiple > 0 and run % multiple == 0:
+                token_dim = 0
+            else:
+                input = gather_from_sequence_parallel_region(
+                    input, tensor_parallel_output_grad=True, group=group
+                )
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=group)
+        return self.multiply_shard(input, weight, bias, token_dim)
+
+    def multiply_shard(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, token_dim: int | None
+    ) -> Tensor:
+        """Multiplies with this rank's shard of a weight: one call of linear_sharded.
+
+        Args: as those of the op.
+        """
+        group = self.tp_group
+        if self.rng_state is not None:
+            require_shared_seed(self.rng_state, group)
+        shards: dict[str, Any] = {
+            "group": group.group_name,
+            "rank": group.rank(),
+            "ranks": group.size(),
+            "weight_dim": self.weight_dim,
+        }
+        sums, given = weight_sums(self, weight), self.op_state(weight.device)
+        history, has_dgrad = given.get("amax_history"), needs_gradient(input)
+        operands = weight_operands(weight, self.recipe, has_dgrad, history)
+        if operands is None:
+            operands = self.cached_operands(
+                self.weight_codes, weight, weight, input, has_dgrad, history, group, **shards
+            )
+        return ops.linear_sharded.default(
+            input,
+            weight,
+            bias,
+            self.recipe.text,
+            token_dim=token_dim,
+            weight_operands=operands,
+            recompute=self.recompute,
+            **shards,
+            **given,
+            **sums,
+        )
+
+    def set_extra_state(self, state: Any) -> None:
+        """Drops the scales and histories that Transformer Engine saved beside a weight."""
+        if isinstance(state, Tensor) and state.numel() > 0:
+            warnings.warn(
+                f"minifloat: {self.fqn}: _extra_state is that of Transformer Engine's scaling, and "
+                "is not loaded; mf.load_training_state loads minifloat's",
+                stacklevel=2,
+            )
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, recipe={self.recipe.text!r})"
+
+
+WEIGHT_DIMS = {ColumnParallelLinear: 0, RowParallelLinear: 1}
+
+
+def weight_dim_of(cls: type) -> int | None:
+    """Returns the dimension of W that ranks cut; None: it is no linear layer of Megatron."""
+    return next((dim for base, dim in WEIGHT_DIMS.items() if issubclass(cls, base)), None)
+
+
+@cache
+def form_of(cls: type[nn.Module]) -> type[MegatronLinear]:
+    """Returns the class of a converted layer, of one of Megatron's or derived from one."""
+    members = {
+        "plain": cls,
+        "weight_dim": weight_dim_of(cls),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+    }
+    return type(cls.__name__, (MegatronLinear, cls), members)
+
+
+def reason_against(module: Any) -> str | None:
+    """Returns why a ColumnParallelLinear or RowParallelLinear cannot be converted; None: it can."""
+    base = next(c for c in WEIGHT_DIMS if isinstance(module, c))
+    config = module.config
+    if "forward" in module.__dict__ or "_forward_impl" in module.__dict__:
+        return "its forward is replaced on the instance"
+    if type(module)._forward_impl is not base._forward_impl:
+        return f"{type(module).__name__} computes its product itself, in _forward_impl"
+    if module._parameters.get("weight") is None:
+        return "it has no weight of its own: the caller passes one"
+    if getattr(module, "gtp_remat_size", 1) > 1:
+        return f"gtp_remat_size = {module.gtp_remat_size}: its weight is gathered in each forward"
+    if getattr(module, "grad_output_buffer", None) is not None:
+        return "defer_embedding_wgrad_compute: its weight's gradient is computed later"
+    for option in ("fp8", "fp4"):
+        if getattr(config, option, None):
+            return (
+                f"{option}={getattr(config, option)!r} of the TransformerConfig is Transformer "
+                "Engine's; leave it None"
+            )
+    return None

@@ -1,0 +1,87 @@
+"""What mf.quantize_ asks of Megatron-Core's layers (nn/registry.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+from megatron.core import parallel_state
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import nn
+
+from ..nn.accumulation import MAIN_GRAD
+from ..nn.linear import adopt, restore_linear
+from ..nn.linear_state import LinearState
+from ..nn.registry import Choice
+from ..nn.state.recipe_state import WEIGHT_DTYPES, DelayedScaling
+from .linear import WEIGHT_DIMS, form_of, reason_against
+
+TRANSFORMER_ENGINE = "transformer_engine"
+PARALLEL = tuple(WEIGHT_DIMS)
+
+
+class MegatronLayers:
+    """The registry's LibraryLayers for Megatron-Core."""
+
+    def is_layer(self, module: nn.Module) -> bool:
+        return isinstance(module, PARALLEL) or is_of_transformer_engine(module)
+
+    def reason(self, module: nn.Module) -> str | None:
+        if is_of_transformer_engine(module):
+            return (
+                "a layer of Transformer Engine, which casts by itself; build the model with "
+                "Megatron's local spec, within minifloat.megatron.backend()"
+            )
+        if (why := reason_against(module)) is not None:
+            return why
+        if (dtype := module.weight.dtype) not in WEIGHT_DTYPES:
+            return f"its weight is {dtype}; expected float32 or bfloat16"
+        return None
+
+    def convert(self, choice: Choice, delayed: DelayedScaling) -> list[Any]:
+        module: Any = choice.module
+        is_divided = module.is_expert and module.config.expert_model_parallel_size > 1
+        if is_divided and choice.recipe.is_delayed:
+            raise ValueError(
+                f"{choice.fqn}: expected a recipe without delayed scaling for experts that ranks "
+                f"divide (expert_model_parallel_size), got {choice.recipe}"
+            )
+        form = form_of(cast(Any, type(choice.module)))
+        layer = adopt(module, choice.recipe, choice.fqn, delayed, form=form)
+        if module.config.gradient_accumulation_fusion:
+            layer.accumulate = MAIN_GRAD
+        return [layer]
+
+    def restore(self, module: nn.Module) -> None:
+        if isinstance(module, LinearState):
+            restore_linear(module)
+
+    def numbers(self, module: nn.Module) -> Mapping[str, int]:
+        if isinstance(module, SequentialMLP):
+            first = module.ep_group.rank() * module.num_local_experts
+            return {f"local_experts.{i}": first + i for i in range(module.num_local_experts)}
+        found = {}
+        for name, child in module.named_children():
+            for i, block in enumerate(child if isinstance(child, nn.ModuleList) else ()):
+                if isinstance(number := getattr(block, "layer_number", None), int):
+                    found[f"{name}.{i}"] = number - 1
+        return found
+
+    def blocks(self, model: nn.Module) -> int | None:
+        return getattr(getattr(model, "config", None), "num_layers", None)
+
+    def data_parallel_rank(self) -> int:
+        if not parallel_state.is_initialized():
+            return 0
+        return int(parallel_state.get_data_parallel_rank(with_context_parallel=True))
+
+
+def is_of_transformer_engine(module: nn.Module) -> bool:
+    """Tells whether a module is a linear layer of Transformer Engine."""
+    return any(
+        cls.__module__.startswith(TRANSFORMER_ENGINE) and "Linear" in cls.__name__
+        for cls in type(module).__mro__
+    )
+
+
+LAYERS = MegatronLayers()
