@@ -11,8 +11,8 @@ from unittest.mock import patch
 
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.dot_product_attention import DotProductAttention
 
+from .attention import DotProductAttention
 from .norms import LayerNormColumnParallelLinear, Norm
 from .versions import sequential_experts
 
