@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+from megatron.core.extensions import transformer_engine
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
@@ -74,25 +77,59 @@ REPLACED = {
     "LNImpl": Norm,
     "TENorm": Norm,
 }
+# The modules of Transformer Engine in specs that Megatron builds when it is imported.
+MODULES = {
+    "TEColumnParallelLinear": ColumnParallelLinear,
+    "TERowParallelLinear": RowParallelLinear,
+    "TELayerNormColumnParallelLinear": LayerNormColumnParallelLinear,
+    "TEDotProductAttention": DotProductAttention,
+    "TENorm": Norm,
+}
 LOCK = threading.RLock()  # of those names
 
 
+def replaced(spec: Any) -> Any:
+    """Returns a spec of Megatron-Core with minifloat's modules in place of Transformer Engine's."""
+    for name, module in MODULES.items():
+        if spec is getattr(transformer_engine, name):
+            return module
+    if isinstance(spec, partial):
+        options = {name: replaced(value) for name, value in spec.keywords.items()}
+        return partial(spec.func, *map(replaced, spec.args), **options)
+    if dataclasses.is_dataclass(spec) and not isinstance(spec, type):
+        parts = {f.name: replaced(getattr(spec, f.name)) for f in dataclasses.fields(spec)}
+        return dataclasses.replace(spec, **parts)
+    if isinstance(spec, (list, tuple)):
+        return type(spec)(map(replaced, spec))
+    if isinstance(spec, dict):
+        return {name: replaced(value) for name, value in spec.items()}
+    return spec
+
+
 @contextmanager
-def backend() -> Iterator[None]:
-    """Has Megatron-Core's functions build specs of SpecProvider, while the statement runs.
+def backend() -> Iterator[Callable[[Any], Any]]:
+    """Has Megatron-Core build specs and models of minifloat's modules, while the statement runs.
 
     With use_transformer_engine=True, or by the functions named so, the parameters have the names of
-    Transformer Engine's modules, else those of local specs. The providers are replaced in
-    Megatron's modules for the statement, for all threads.
+    Transformer Engine's modules, else those of local specs. Names in Megatron's modules are
+    replaced for the statement, for all threads.
+
+    Returns:
+        A context manager, whose value is a function: it replaces Transformer Engine's modules in a
+        spec that Megatron has built before, such as hybrid_stack_spec.
 
     Example:
         >>> with minifloat.megatron.backend():  # doctest: +SKIP
         ...     spec = get_gpt_decoder_block_spec(config, use_transformer_engine=True)
+        ...     model = GPTModel(config, spec, vocab_size, max_sequence_length)
     """
     with LOCK, ExitStack() as stack:
         for name, module in list(sys.modules.items()):
-            if name.startswith("megatron.core.") and hasattr(module, "LocalSpecProvider"):
-                # Without Transformer Engine some names are absent.
-                for attribute, value in REPLACED.items():
+            if not name.startswith(("megatron.core.models.", "megatron.core.transformer.")):
+                continue
+            builds_specs = hasattr(module, "LocalSpecProvider")
+            for attribute, value in REPLACED.items():
+                # Without Transformer Engine some names are absent where specs are built.
+                if builds_specs or hasattr(module, attribute):
                     stack.enter_context(patch.object(module, attribute, value, create=True))
-        yield
+        yield replaced
