@@ -111,7 +111,8 @@ std::vector<Tensor> layer_operands_kernel(
       is_experts ? quantize_expert_weights(recipe, x, row, col, state)
                  : quantize_both(recipe, as_matrix("layer_operands", "x", x), row, col, state);
   if (is_x && rowwise && token_dim)
-    out.first = gather_tokens(sharding, token_runs(sharding, x.sym_sizes()), out.first, false);
+    out.first =
+        TokenGather(sharding, token_runs(sharding, x.sym_sizes()), out.first, false).finish();
   if (is_x) prepare_codes(fprop, recipe, row, x.sym_size(-1), out.first);
   return list_of_both(recipe, out, row, col, x);
 }

@@ -84,14 +84,14 @@ class LinearState : public LayerState {
   }
 
  private:
-  // Returns x as wgrad reads x, with the tokens of all ranks.
-  ProductInput gathered_input(const TokenRuns& runs, const variable_list& saved) const {
+  // Begins to gather x as wgrad reads x, with the tokens of all ranks.
+  //   returns the gather; none: that of the layers that share x has begun
+  std::optional<TokenGather> begin_gather(const TokenRuns& runs, const variable_list& saved) const {
     const QuantizedOperand shard{saved[0], saved[1], saved[2], Tensor()};
     const bool columnwise = !recipe().specs[kWgradX].is_of_forward();
-    const QuantizedOperand whole = gathered_
-                                       ? gathered_->get(*layers_.sharding, runs, shard, columnwise)
-                                       : gather_tokens(*layers_.sharding, runs, shard, columnwise);
-    return backward_input(layers_, whole, kWgradX);
+    if (!gathered_) return TokenGather(*layers_.sharding, runs, shard, columnwise);
+    gathered_->begin(*layers_.sharding, runs, shard, columnwise);
+    return std::nullopt;
   }
 
   struct LayerGradients {
@@ -112,17 +112,21 @@ class LinearState : public LayerState {
     Directions of_g = quantize_both(recipe(), g, row, col, layers.state_of_rows(i));
     const bool is_cut = sharding && sharding->token_dim;
     const TokenRuns runs = is_cut ? token_runs(*sharding, x_shape_) : TokenRuns{};
+    // x is gathered beside dgrad, and dx is summed beside wgrad.
+    std::optional<TokenGather> gather;
+    if (col.is_needed && is_cut) gather = begin_gather(runs, saved);
     if (row.is_needed)
       out.x = input_gradient(layers, of_g.first, row, saved_weight(layers, saved, i), n,
                              g.scalar_type(), g.device());
     of_g.first = {};  // its memory may serve wgrad
-    if (row.is_needed && is_cut) out.x = scatter_sum(*sharding, runs, out.x);
+    if (row.is_needed && is_cut) out.x = begin_scatter_sum(*sharding, runs, out.x);
     if (col.is_needed) {
-      if (is_cut) x = gathered_input(runs, saved);
+      if (is_cut) x = backward_input(layers, gather ? gather->finish() : gathered_->get(), kWgradX);
       if (layers.product_dtypes.size() > 1)
         x = prepare_input(wgrad, recipe().recipe.wgrad.b, std::move(x), m);
       out.weight = weight_gradient(layers, i, of_g.second, col, x, m, g.device(), 1 + i);
     }
+    if (row.is_needed && is_cut) out.x = wait_for(out.x);
     const int bias = layers.bias_index[i];
     if (bias >= 0 && needs_.db[static_cast<std::size_t>(bias)])
       out.bias = bias_gradient(layers, bias, g);

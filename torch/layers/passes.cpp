@@ -163,7 +163,8 @@ Directions input_operands(const ForwardPass& pass, const char* op, const Tensor&
   if (!layers.histories.empty()) state.other_histories = layers.histories.slice(1);
   Directions out = quantize_both(pass.prepared, matrix, row, col, state);
   if (is_cut)
-    out.first = gather_tokens(*sharding, token_runs(*sharding, x.sym_sizes()), out.first, false);
+    out.first =
+        TokenGather(*sharding, token_runs(*sharding, x.sym_sizes()), out.first, false).finish();
   return out;
 }
 

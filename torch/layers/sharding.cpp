@@ -14,31 +14,17 @@ c10::OperatorHandle find_collective(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
 }
 
-// Calls a collective and waits for its result. Arguments are boxed, because torch 2.14 and 2.15
-// have other types for the texts of the reduction and of the group.
-Tensor call_collective(const c10::OperatorHandle& op, c10::Stack arguments) {
-  static const auto wait = find_collective("_c10d_functional::wait_tensor");
+// Begins a collective. Arguments are boxed, because torch 2.14 and 2.15 have other types for the
+// texts of the reduction and of the group.
+Tensor begin_collective(const c10::OperatorHandle& op, c10::Stack arguments) {
   const at::AutoDispatchBelowADInplaceOrView below;
   op.callBoxed(arguments);
-  wait.callBoxed(arguments);
   return arguments[0].toTensor();
 }
 
 Tensor all_reduce(const std::string& group, const char* of, const Tensor& t) {
   static const auto op = find_collective("_c10d_functional::all_reduce");
-  return call_collective(op, {t, of, group});
-}
-
-// Gathers t of all ranks, in the order of ranks along dimension 0.
-Tensor all_gather(const Sharding& s, const Tensor& t) {
-  static const auto op = find_collective("_c10d_functional::all_gather_into_tensor");
-  return s.ranks == 1 ? t : call_collective(op, {t, s.ranks, s.group});
-}
-
-// Returns this rank's part, along dimension 0, of the sum of t over the ranks.
-Tensor reduce_scatter(const Sharding& s, const Tensor& t) {
-  static const auto op = find_collective("_c10d_functional::reduce_scatter_tensor");
-  return s.ranks == 1 ? t : call_collective(op, {t, "sum", s.ranks, s.group});
+  return wait_for(begin_collective(op, {t, of, group}));
 }
 
 Tensor as_bytes(const Tensor& t) {
@@ -91,56 +77,79 @@ Tensor sum_of_ranks(const std::string& group, const Tensor& t) {
   return all_reduce(group, "sum", t);
 }
 
-QuantizedOperand gather_tokens(const Sharding& s, const TokenRuns& runs,
-                               const QuantizedOperand& operand, bool columnwise) {
-  if (s.ranks == 1) return operand;
-  const std::int64_t dim = columnwise ? 1 : 0;
-  QuantizedOperand out = operand;
-  out.decoded = Tensor();
-  std::vector<Tensor*> cut;
-  for (Tensor* t : {&out.codes, &out.scale, &out.amax})
-    if (t->defined() && t->dim() > dim && t->sym_numel() != 0) cut.push_back(t);
-  if (cut.empty()) return out;
-  std::vector<Tensor> bytes;
-  std::vector<SymInt> lengths;
-  for (const Tensor* t : cut) {
-    bytes.push_back(as_bytes(*t));
-    lengths.push_back(bytes.back().sym_numel());
-  }
-  // One collective for all tensors.
-  const Tensor sent = bytes.size() == 1 ? bytes[0] : at::cat(bytes);
-  const Tensor received = all_gather(s, sent).view_symint({s.ranks, sent.sym_numel()});
-  const std::vector<Tensor> parts = received.split_with_sizes_symint(lengths, 1);
-  for (std::size_t i = 0; i < cut.size(); ++i) {
-    c10::SymDimVector shape(cut[i]->sym_sizes().begin(), cut[i]->sym_sizes().end());
-    shape.insert(shape.begin(), s.ranks);
-    const Tensor flat = parts[i].contiguous().view_symint({s.ranks * lengths[i]});
-    *cut[i] = join(flat.view(cut[i]->scalar_type()).view_symint(shape), dim, runs);
-  }
-  return out;
+Tensor wait_for(const Tensor& begun) {
+  static const auto wait = find_collective("_c10d_functional::wait_tensor");
+  const at::AutoDispatchBelowADInplaceOrView below;
+  c10::Stack arguments{begun};
+  wait.callBoxed(arguments);
+  return arguments[0].toTensor();
 }
 
-Tensor scatter_sum(const Sharding& s, const TokenRuns& runs, const Tensor& dx) {
+TokenGather::TokenGather(const Sharding& s, const TokenRuns& runs, const QuantizedOperand& operand,
+                         bool columnwise)
+    : ranks_(s.ranks), runs_(runs), operand_(operand), dim_(columnwise ? 1 : 0) {
+  if (ranks_ == 1) return;
+  operand_.decoded = Tensor();
+  std::vector<Tensor> bytes;
+  for (const Tensor* t : cut()) bytes.push_back(as_bytes(*t));
+  if (bytes.empty()) return;
+  // One collective for all tensors.
+  static const auto op = find_collective("_c10d_functional::all_gather_into_tensor");
+  const Tensor sent = bytes.size() == 1 ? bytes[0] : at::cat(bytes);
+  begun_ = begin_collective(op, {sent, ranks_, s.group});
+}
+
+std::vector<Tensor*> TokenGather::cut() {
+  std::vector<Tensor*> found;
+  for (Tensor* t : {&operand_.codes, &operand_.scale, &operand_.amax})
+    if (t->defined() && t->dim() > dim_ && t->sym_numel() != 0) found.push_back(t);
+  return found;
+}
+
+QuantizedOperand TokenGather::finish() {
+  if (!begun_.defined()) return operand_;
+  const std::vector<Tensor*> parts_of = cut();
+  std::vector<SymInt> lengths;
+  for (const Tensor* t : parts_of) lengths.push_back(as_bytes(*t).sym_numel());
+  const Tensor received = wait_for(begun_);
+  const std::vector<Tensor> parts = received.view_symint({ranks_, received.sym_numel() / ranks_})
+                                        .split_with_sizes_symint(lengths, 1);
+  for (std::size_t i = 0; i < parts_of.size(); ++i) {
+    Tensor& t = *parts_of[i];
+    c10::SymDimVector shape(t.sym_sizes().begin(), t.sym_sizes().end());
+    shape.insert(shape.begin(), ranks_);
+    const Tensor flat = parts[i].contiguous().view_symint({ranks_ * lengths[i]});
+    t = join(flat.view(t.scalar_type()).view_symint(shape), dim_, runs_);
+  }
+  begun_ = Tensor();
+  return operand_;
+}
+
+Tensor begin_scatter_sum(const Sharding& s, const TokenRuns& runs, const Tensor& dx) {
   if (s.ranks == 1) return dx;
+  static const auto op = find_collective("_c10d_functional::reduce_scatter_tensor");
   const SymInt k = dx.sym_size(1);
   const Tensor by_rank =
       dx.view_symint({runs.count, s.ranks, runs.length, k}).transpose(0, 1).contiguous();
-  return reduce_scatter(s, by_rank.view_symint({dx.sym_size(0), k}));
+  return begin_collective(op, {by_rank.view_symint({dx.sym_size(0), k}), "sum", s.ranks, s.group});
 }
 
 GatheredInput::GatheredInput(std::int64_t readers) : readers_(readers) {
   TORCH_CHECK_VALUE(readers > 0, "GatheredInput: expected at least one reader, got ", readers);
 }
 
-QuantizedOperand GatheredInput::get(const Sharding& sharding, const TokenRuns& runs,
-                                    const QuantizedOperand& shard, bool columnwise) {
+void GatheredInput::begin(const Sharding& sharding, const TokenRuns& runs,
+                          const QuantizedOperand& shard, bool columnwise) {
   const std::lock_guard lock(mutex_);
-  if (left_ == 0) {
-    operand_ = gather_tokens(sharding, runs, shard, columnwise);
-    left_ = readers_;
-  }
-  const QuantizedOperand out = operand_;
-  if (--left_ == 0) operand_ = {};
+  if (left_ > 0) return;
+  gather_.emplace(sharding, runs, shard, columnwise);
+  left_ = readers_;
+}
+
+QuantizedOperand GatheredInput::get() {
+  const std::lock_guard lock(mutex_);
+  const QuantizedOperand out = gather_->finish();
+  if (--left_ == 0) gather_.reset();
   return out;
 }
 

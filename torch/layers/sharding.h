@@ -22,6 +22,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "ops/ops.h"
 
@@ -65,25 +66,46 @@ Tensor sum_of_ranks(const std::string& group, const Tensor& t);
 // Returns the largest amax of all ranks; NaN is larger than infinity.
 Tensor largest_of_ranks(const Sharding& sharding, const Tensor& amax);
 
-// Gathers the operand of all ranks' tokens. Tokens are the operand's rows; its columns where
-// columnwise.
-QuantizedOperand gather_tokens(const Sharding& sharding, const TokenRuns& runs,
-                               const QuantizedOperand& operand, bool columnwise);
+// Returns the result of a collective that has begun. Products that are launched between the two run
+// beside it.
+Tensor wait_for(const Tensor& begun);
 
-// Returns this rank's tokens of the sum over the ranks of dx (all tokens, K).
-Tensor scatter_sum(const Sharding& sharding, const TokenRuns& runs, const Tensor& dx);
+// A gather of the operand of all ranks' tokens, which begins when it is made. Tokens are the
+// operand's rows; its columns where columnwise.
+class TokenGather {
+ public:
+  TokenGather(const Sharding& sharding, const TokenRuns& runs, const QuantizedOperand& operand,
+              bool columnwise);
+  // Waits for it, and returns the operand; the same one again when called again.
+  QuantizedOperand finish();
+
+ private:
+  std::vector<Tensor*> cut();  // the parts of the operand that have tokens
+
+  std::int64_t ranks_;
+  TokenRuns runs_;
+  QuantizedOperand operand_;  // of this rank's tokens, then of all
+  std::int64_t dim_;          // of the tokens
+  Tensor begun_;
+};
+
+// Begins the sum over the ranks of dx (all tokens, K), and returns this rank's tokens of it, for
+// wait_for.
+Tensor begin_scatter_sum(const Sharding& sharding, const TokenRuns& runs, const Tensor& dx);
 
 // x as wgrad reads x, with the tokens of all ranks: the first of `readers` layers gathers x, the
-// last one drops it.   columnwise: whether tokens are the columns of the codes
+// last one drops it. Each calls begin, then get.   columnwise: whether tokens are the columns of the
+// codes
 class GatheredInput : public torch::CustomClassHolder {
  public:
   explicit GatheredInput(std::int64_t readers);
-  QuantizedOperand get(const Sharding& sharding, const TokenRuns& runs,
-                       const QuantizedOperand& shard, bool columnwise);
+  void begin(const Sharding& sharding, const TokenRuns& runs, const QuantizedOperand& shard,
+             bool columnwise);
+  QuantizedOperand get();
 
  private:
   std::int64_t readers_, left_ = 0;
-  QuantizedOperand operand_;
+  std::optional<TokenGather> gather_;
   std::mutex mutex_;
 };
 

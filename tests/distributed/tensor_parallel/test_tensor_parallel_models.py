@@ -70,6 +70,36 @@ def check_payload(mesh):
         assert [8 * size / x.numel() for size in sent.sizes] == bits, recipe
 
 
+class Begun(TorchDispatchMode):
+    """A record of the order in which collectives begin and end, and products are launched."""
+
+    NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor", "scaled_mm")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.rpartition("::")[2]
+        if name in self.NAMES:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def check_overlap(mesh):
+    """Checks that backward gathers x beside dgrad's product, and sums dx beside wgrad's."""
+    layer = nn.Sequential(nn.Linear(WIDTH, INNER))
+    mf.quantize_(layer, "mxfp8", data_parallel_rank=0)
+    style = QuantizedColwiseParallel(input_layouts=Shard(1), use_local_output=False)
+    parallelize_module(layer, mesh, {"0": style})
+    x = values(mesh.get_local_rank(), BATCH, TOKENS, WIDTH).requires_grad_()
+    y = layer(x).to_local()
+    with Begun() as begun:
+        y.sum().backward()
+    gather, scatter, wait, product = Begun.NAMES
+    assert begun.names == [gather, product, scatter, wait, product, wait]
+
+
 class Projections(nn.Module):
     def __init__(self):
         super().__init__()
@@ -274,6 +304,7 @@ def check_layers_left_out(mesh):
 def check_others(rank):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     check_payload(mesh)
+    check_overlap(mesh)
     check_shared_input(mesh)
     check_group(mesh)
     check_tokens_that_do_not_fit(mesh)
