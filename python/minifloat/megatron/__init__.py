@@ -8,4 +8,5 @@
 mf.quantize_ converts models of Megatron's local specs too.
 """
 
+from . import versions  # first: it checks the version
 from .specs import SpecProvider, backend

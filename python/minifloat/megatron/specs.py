@@ -14,10 +14,12 @@ from unittest.mock import patch
 from megatron.core.extensions import transformer_engine
 from megatron.core.models.backends import BackendSpecProvider
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
 
 from .attention import DotProductAttention
 from .norms import LayerNormColumnParallelLinear, Norm
-from .versions import sequential_experts
+from .versions import experts_spec
 
 
 class SpecProvider(BackendSpecProvider):  # type: ignore[misc]
@@ -48,7 +50,10 @@ class SpecProvider(BackendSpecProvider):  # type: ignore[misc]
         return DotProductAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *legacy: bool) -> Any:
-        return sequential_experts(self)
+        linear = MLPSubmodules(
+            linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear()
+        )
+        return experts_spec(SequentialMLP, linear)
 
     def activation_func(self) -> None:
         return None

@@ -1,26 +1,33 @@
-"""What differs between the versions of Megatron-Core, 0.16 and 0.19."""
+"""What differs between the versions of Megatron-Core, from 0.16 to 0.19."""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import megatron.core
 from megatron.core.models import backends
-from megatron.core.transformer.mlp import MLPSubmodules
-from megatron.core.transformer.moe.experts import SequentialMLP
 
-# 0.16: a module and its submodules. Later: one function that builds it.
+OLDEST, NEWEST = (0, 16), (0, 19)  # that were tried
+
+
+def require_version() -> tuple[int, int]:
+    """Returns the version of Megatron-Core; raises ImportError for one that was not tried."""
+    major, minor = megatron.core.__version__.split(".")[:2]
+    version = int(major), int(minor)
+    if not OLDEST <= version <= NEWEST:
+        raise ImportError(
+            "minifloat.megatron: expected megatron-core 0.16 to 0.19, got "
+            f"{megatron.core.__version__}"
+        )
+    return version
+
+
+VERSION = require_version()
+# 0.16: experts are a module and its submodules. Later: one function that builds them.
 IS_A_PAIR = hasattr(backends, "GroupedMLP")
 
 
 def experts_spec(module: type, submodules: Any) -> Any:
     """Returns experts as BackendSpecProvider.grouped_mlp_modules does."""
     return (module, submodules) if IS_A_PAIR else partial(module, submodules=submodules)
-
-
-def sequential_experts(provider: Any) -> Any:
-    """Returns the experts that are one MLP each."""
-    linear = MLPSubmodules(
-        linear_fc1=provider.column_parallel_linear(), linear_fc2=provider.row_parallel_linear()
-    )
-    return experts_spec(SequentialMLP, linear)

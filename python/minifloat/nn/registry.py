@@ -116,15 +116,14 @@ class LibraryLayers(Protocol):
         """Returns this process's number among those with other tokens."""
 
 
-LIBRARIES = {"megatron": "minifloat.megatron.register"}  # package -> the module that knows it
+LIBRARIES = {"megatron.core.": "minifloat.megatron.register"}  # package -> who knows its layers
 
 
 def library_of(module: nn.Module) -> LibraryLayers | None:
     """Returns who knows the layers of a module's library; None: no such library."""
-    for cls in type(module).__mro__:
-        package = cls.__module__.partition(".")[0]
-        if package in LIBRARIES:
-            layers: LibraryLayers = import_module(LIBRARIES[package]).LAYERS
+    for package, knows in LIBRARIES.items():
+        if any(cls.__module__.startswith(package) for cls in type(module).__mro__):
+            layers: LibraryLayers = import_module(knows).LAYERS
             return layers
     return None
 
