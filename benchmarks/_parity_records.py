@@ -98,6 +98,19 @@ def smoothed(losses: list[float], steps: int) -> list[float]:
     return [(b - a) / steps for a, b in zip(sums, sums[steps:], strict=False)]
 
 
+def gaps_around(record: Record, base: Record, begin: int) -> tuple[float, float]:
+    """Returns the training loss's gap in percent before step `begin`, and at the last step.
+
+    The loss is the mean of LAST steps.
+    """
+
+    def gap(end: int) -> float:
+        own, other = (statistics.mean(run["loss"][end - LAST : end]) for run in (record, base))
+        return 100 * (own / other - 1)
+
+    return gap(begin), gap(len(record["loss"]))
+
+
 def training_seconds(record: Record) -> float:
     """Returns the seconds of the training steps alone, without evaluations and compilation."""
     trial = record["trial"]
@@ -183,6 +196,31 @@ def speed_table(records: list[Record]) -> str:
     return "\n".join([*lines, *(line for _, line in sorted(rows))])
 
 
+def end_table(records: list[Record]) -> str:
+    """Formats what the last steps in another recipe change in the training loss's gap to bf16.
+
+    Runs whose first steps differ compare by the change. Beside it is that of the run of the same
+    seed without such an end.
+    """
+    lines = [f"| run | last steps | gap before | at the end | change | `{NVFP4}`'s |"]
+    lines.append("|---|---|---|---|---|---|")
+    runs = {(record["name"], record["seed"]): record for record in records}
+    for record in records:
+        base, plain = (runs.get((name, record["seed"])) for name in (BF16, NVFP4))
+        if "then" not in record or base is None:
+            continue
+        begin = round((100 - record["percent"]) * len(record["loss"]) / 100)
+        before, end = gaps_around(record, base, begin)
+        values: list[float | None] = [before, end, end - before, None]
+        if plain is not None:
+            before, end = gaps_around(plain, base, begin)
+            values[-1] = end - before
+        shown = " | ".join(percent(value, "+") for value in values)
+        name = f"`{record['name']}`, seed {record['seed']}"
+        lines.append(f"| {name} | {record['percent']}% | {shown} |")
+    return "\n".join(lines)
+
+
 def print_tables(records: list[Record]) -> None:
     for key in ("val", "average", "loss"):
         losses = losses_of(records, key)
@@ -191,7 +229,7 @@ def print_tables(records: list[Record]) -> None:
         print(f"{key}; variants of nvfp4\n{table(variants, NVFP4)}\n")
         maps = {name: runs for name, runs in losses.items() if name.startswith(MAPS)}
         print(f"{key}; layers kept in bf16\n{table(maps, BY_POSITION)}\n")
-    print(f"{speed_table(records)}\n")
+    print(f"{end_table(records)}\n\n{speed_table(records)}\n")
     base = {record["seed"]: record for record in records if record["name"] == BF16}
     print("| run | GPU | tokens/s | peak GiB | seconds | sampling error of the gap |")
     print("|---|---|---|---|---|---|")

@@ -81,6 +81,18 @@ def test_the_slower_of_two_runs_is_cut_where_the_faster_one_ends(parity):
     assert rows[0].split("|")[3:5] == [" 200 ", " 0.50 "]
 
 
+def test_an_end_is_judged_by_the_change_of_the_gap_to_bf16(parity):
+    records = importlib.import_module("_parity_records")
+    flat, base = [4.0] * 1000, run_of("bf16", 1, [2.0] * 1000, 100)
+    plain = run_of(records.NVFP4, 1, [2.2] * 900 + [2.1] * 100, 100)
+    ended = run_of("ended", 1, flat[:900] + [3.0] * 100, 100) | {"then": "bf16", "percent": 10}
+    alone = ended | {"name": "alone", "seed": 2}
+    rows = records.end_table([base, plain, ended, alone]).splitlines()[2:]
+    assert rows == ["| `ended`, seed 1 | 10% | +100.00% | +50.00% | -50.00% | -5.00% |"]
+    rows = records.end_table([base, ended]).splitlines()[2:]
+    assert rows == ["| `ended`, seed 1 | 10% | +100.00% | +50.00% | -50.00% | - |"]
+
+
 def test_tables_and_curves_have_a_line_for_each_recipe(parity, tmp_path, capsys):
     records = importlib.import_module("_parity_records")
     found = parity.records_in([parity.RESULTS])
