@@ -10,7 +10,9 @@
     te …          Transformer Engine's spec, under its recipes, where it can be imported
 
 A step is forward, backward and fused AdamW on random tokens, eager. Times are medians; the first
-steps are left out. bf16 runs first and last, and the ratios are to the mean of both.
+steps are left out. bf16 runs first and last, and the ratios are to the mean of both. Attention of
+minifloat's spec is torch's scaled_dot_product_attention, with cuDNN's kernels where torch has them,
+as Transformer Engine's are; `--attention flash` leaves the choice to torch.
 
     peak      GiB of a step, parameters and optimizer state included
 """
@@ -32,6 +34,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from _measure import PeakMemory
 from _peers import TRANSFORMER_ENGINE, installed
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 RECIPES = "fp8_tensorwise,fp8_rowwise,fp8_blockwise,nvfp4_pow2"
 SIZES = {"num_layers": 4, "hidden_size": 4096, "ffn_hidden_size": 14336}
@@ -39,6 +42,12 @@ SIZES |= {"num_attention_heads": 32, "num_query_groups": 8}
 TINY = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128}
 TINY |= {"num_attention_heads": 4, "num_query_groups": 2}
 VOCABULARY, WARM_UP, GIB = 8192, 3, 2**30
+CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 # Transformer Engine's, as TransformerConfig has them.
 PEERS: dict[str, dict[str, str]] = {
     "te bf16": {},
@@ -93,7 +102,7 @@ def build(name: str, arguments: Any, device: torch.device) -> torch.nn.Module:
 
 def measure(name: str, arguments: Any, device: torch.device) -> dict[str, float]:
     """Returns the median seconds of a step, and the peak of memory."""
-    memory = PeakMemory(device)
+    memory = PeakMemory(device.type)
     torch.manual_seed(0)
     model = build(name, arguments, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
@@ -104,10 +113,12 @@ def measure(name: str, arguments: Any, device: torch.device) -> dict[str, float]
     if name == "local":  # whose attention reads it
         ones = torch.ones(arguments.length, arguments.length, dtype=torch.bool, device=device)
         mask = ones.triu(1)[None, None]
+    is_cudnn = arguments.attention == "cudnn"
     times = []
     for _ in range(WARM_UP + arguments.steps):
         start = time.perf_counter()
-        loss = model(tokens, positions, mask, labels=tokens).float().mean()
+        with sdpa_kernel(CUDNN_FIRST, set_priority=True) if is_cudnn else nullcontext():
+            loss = model(tokens, positions, mask, labels=tokens).float().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -134,6 +145,7 @@ def run(arguments: Any, device: torch.device) -> None:
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    print(f"attention: {arguments.attention}")
     bf16 = statistics.mean(rows[name]["step"] for name in ("bf16", "bf16 again"))
     print(f"{'':<16}{'ms a step':>11}{'of bf16':>9}{'peak GiB':>10}")
     for name, row in rows.items():
@@ -147,6 +159,7 @@ def main() -> None:
     parser.add_argument("--recipes", default=RECIPES)
     parser.add_argument("--experts", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="2 layers of width 64")
+    parser.add_argument("--attention", default="cudnn", choices=("cudnn", "flash"))
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--length", type=int, default=4096, help="tokens of a sequence")
     parser.add_argument("--steps", type=int, default=8)
