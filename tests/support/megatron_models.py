@@ -1,0 +1,130 @@
+"""Small models of Megatron-Core on the CPU, and its groups of ranks, for tests/megatron.
+
+begin(tp=2, pp=1, ep=1)     Megatron's groups of a world; again for another layout
+build(config(), "te")       a GPTModel with the names of Transformer Engine's modules
+loss(model, step)           of a batch that follows from the step and the data-parallel rank
+"""
+
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+
+VOCABULARY, TOKENS, BATCH, WIDTH = 96, 32, 2, 64
+SIZES = {
+    "num_layers": 2,
+    "hidden_size": WIDTH,
+    "num_attention_heads": 4,
+    "num_query_groups": 4,
+    "ffn_hidden_size": 2 * WIDTH,
+}
+EXPERTS = {
+    "num_moe_experts": 4,
+    "moe_router_topk": 2,
+    "moe_ffn_hidden_size": WIDTH,
+    "moe_token_dispatcher_type": "alltoall",
+}
+
+
+@cache
+def on_cpu():
+    """Gives Megatron-Core the CPU, once a process."""
+    warnings.filterwarnings("ignore", module="megatron")
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+    import minifloat.megatron  # noqa: F401, which `import minifloat` leaves out
+    from megatron_on_cpu import CpuForGpu
+
+    CpuForGpu().__enter__()
+
+
+def begin(tp=1, pp=1, ep=1, vpp=None, **others):
+    """Makes Megatron's groups of all ranks, and seeds its random numbers."""
+    on_cpu()
+    from megatron.core import parallel_state, tensor_parallel
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        virtual_pipeline_model_parallel_size=vpp,
+        expert_model_parallel_size=ep,
+        **others,
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+    return parallel_state
+
+
+def config(**changes):
+    """Returns a TransformerConfig for the groups that `begin` made: Llama's form, no dropout."""
+    from megatron.core import parallel_state as groups
+    from megatron.core.transformer import TransformerConfig
+
+    pp = groups.get_pipeline_model_parallel_world_size()
+    given = {
+        **SIZES,
+        "use_cpu_initialization": True,
+        "bf16": True,
+        "params_dtype": torch.bfloat16,
+        "pipeline_dtype": torch.bfloat16,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "add_bias_linear": False,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "normalization": "RMSNorm",
+        "tensor_model_parallel_size": groups.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": pp,
+        "expert_model_parallel_size": groups.get_expert_model_parallel_world_size(),
+    }
+    return TransformerConfig(**(given | changes))
+
+
+def build(of, names="te", seed=0, vp_stage=None):
+    """Returns a GPTModel in bfloat16.
+
+    names: "te" and "local" are minifloat's backend with the names of those specs; "megatron" is
+        Megatron's own local spec.
+    """
+    from contextlib import nullcontext
+
+    from megatron.core import parallel_state as groups
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from minifloat.megatron import backend
+
+    with nullcontext() if names == "megatron" else backend():
+        spec = get_gpt_decoder_block_spec(
+            of, use_transformer_engine=names == "te", vp_stage=vp_stage
+        )
+        torch.manual_seed(seed)
+        stage = {} if vp_stage is None else {"vp_stage": vp_stage}
+        return GPTModel(
+            config=of,
+            transformer_layer_spec=spec,
+            vocab_size=VOCABULARY,
+            max_sequence_length=TOKENS,
+            pre_process=groups.is_pipeline_first_stage(ignore_virtual=vp_stage is None, **stage),
+            post_process=groups.is_pipeline_last_stage(ignore_virtual=vp_stage is None, **stage),
+            position_embedding_type="rope",
+            share_embeddings_and_output_weights=False,
+            **stage,
+        ).bfloat16()
+
+
+def batch(step, rank=0):
+    """Returns (tokens, positions, labels), of which each token follows the one before."""
+    draw = torch.Generator().manual_seed(100 * step + rank)
+    first = torch.randint(0, VOCABULARY, (BATCH, 1), generator=draw)
+    positions = torch.arange(TOKENS).expand(BATCH, TOKENS)
+    tokens = (first + positions) % VOCABULARY
+    return tokens, positions, tokens.roll(-1, 1)
+
+
+def loss(model, step=0):
+    """Returns the mean loss of a batch, that of this data-parallel rank."""
+    from megatron.core import parallel_state
+
+    tokens, positions, labels = batch(step, parallel_state.get_data_parallel_rank())
+    return model(tokens, positions, None, labels=labels).float().mean()
