@@ -112,8 +112,8 @@ def quantize_(
         seed: of stochastic rounding, 64 bits with sign. It is mixed with data_parallel_rank, and
             with each layer's name in `model`. Parts of a model that are converted one by one, and
             that have layers of equal names, need a seed each: mf.step raises an error otherwise.
-        data_parallel_rank: at least 0; None: torch.distributed's rank. Ranks that share data
-            (tensor or sequence parallel) need the same number.
+        data_parallel_rank: at least 0; None: torch.distributed's rank, or Megatron-Core's for its
+            layers. Ranks that share data (tensor or sequence parallel) need the same number.
         delayed_scaling: how scales follow from the amaxes of earlier steps, of recipes with delayed
             scaling.
         fuse: whether feed-forwards become one op (docs/memory.md), as an mf.MLP always does.
@@ -162,8 +162,8 @@ def quantize_(
             "share_amax: expected primary=False and recompute=None with it, got "
             f"primary={primary}, recompute={recompute!r}"
         )
-    library = library_of(model)
-    if data_parallel_rank is None and library is not None:
+    libraries = filter(None, map(library_of, model.modules()))
+    if data_parallel_rank is None and (library := next(libraries, None)) is not None:
         data_parallel_rank = library.data_parallel_rank()
     recipe_map, policy = read_recipe(recipe, keep)
     filters = Filters(model, recipe_map, filter_fqns, filter_fn, policy)
