@@ -11,7 +11,7 @@ from tests.support import megatron_models as models
 from tests.support.exact_sums import integers
 from tests.support.parallel_layers import Recorded, assert_close, check_operands
 from tests.support.whole_layers import Case
-from tests.support.worlds import run_world
+from tests.support.worlds import device_of, run_world
 
 pytest.importorskip("megatron.core")
 
@@ -87,12 +87,15 @@ def run_layer(case, dim, is_cut, options):
     return [y, dx, gathered(dw, dim), db], state.get("amax_history")
 
 
-def check_layers(rank, recipes):
-    """Checks all recipes, both layers, with and without sequence parallelism."""
+def check_layers(rank, recipes, kind="cpu", compare=assert_close):
+    """Checks all recipes, both layers, with and without sequence parallelism.
+
+    compare: called as compare(got, want, case, ranks, where) for y, dx, dW, db.
+    """
     world = dist.get_world_size()
-    models.begin(tp=world)
+    models.begin(tp=world, kind=kind)
     for recipe in recipes:
-        case = Case(recipe)
+        case = Case(recipe, device=device_of(rank, kind))
         want, history = case.alone()
         for dim, is_cut in ((0, False), (0, True), (1, False), (1, True)):
             if is_cut and case.x.shape[0] % world:
@@ -101,7 +104,7 @@ def check_layers(rank, recipes):
             with Recorded() as recorded:
                 got, own_history = run_layer(case, dim, is_cut, {})
             check_operands(case, recorded, dim, rank, world, where)
-            assert_close(got, want, case, world, where)
+            compare(got, want, case, world, where)
             if history is not None:
                 assert torch.equal(own_history, history), where
 
@@ -150,6 +153,34 @@ def check_gathers(rank):
         alone = mf.Linear(128, 64, bias=False, recipe=recipe, name="layer")
         alone.weight.data.copy_(w)
         assert torch.equal(gathered(y.detach(), -1), alone(x).detach()), (recipe, tokens)
+
+
+class Begun(TorchDispatchMode):
+    """A record of the order in which sums over ranks begin and end, and products are launched."""
+
+    NAMES = ("all_reduce", "wait_tensor", "scaled_mm")
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.rpartition("::")[2]
+        if name in self.NAMES:
+            self.names.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def check_overlap(rank):
+    """Checks that the sum of dx over the ranks runs beside wgrad's product."""
+    models.begin(tp=2)
+    model = build_layer(0, integers(2, 64, 128))
+    mf.quantize_(model, "mxfp8")
+    y, _ = model["layer"](integers(3, 32, 1, 128).requires_grad_())
+    with Begun() as begun:
+        y.sum().backward()
+    reduce, wait, product = Begun.NAMES
+    assert begun.names == [product, reduce, product, wait]
 
 
 def check_places(rank):
@@ -208,6 +239,7 @@ def check_seeds(rank):
 
 def check_two(rank):
     check_gathers(rank)
+    check_overlap(rank)
     check_places(rank)
 
 

@@ -39,9 +39,10 @@ def on_cpu():
     CpuForGpu().__enter__()
 
 
-def begin(tp=1, pp=1, ep=1, vpp=None, **others):
+def begin(tp=1, pp=1, ep=1, vpp=None, kind="cpu", **others):
     """Makes Megatron's groups of all ranks, and seeds its random numbers."""
-    on_cpu()
+    if kind == "cpu":
+        on_cpu()
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.destroy_model_parallel()
@@ -64,7 +65,7 @@ def config(**changes):
     pp = groups.get_pipeline_model_parallel_world_size()
     given = {
         **SIZES,
-        "use_cpu_initialization": True,
+        "use_cpu_initialization": not torch.cuda.is_available(),
         "bf16": True,
         "params_dtype": torch.bfloat16,
         "pipeline_dtype": torch.bfloat16,

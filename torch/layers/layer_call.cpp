@@ -85,6 +85,7 @@ const std::unordered_map<std::string, Reader>& readers() {
       {"ranks", read_sharding<&Sharding::ranks>},
       {"weight_dim", read_sharding<&Sharding::weight_dim>},
       {"token_dim", read_sharding<&Sharding::token_dim>},
+      {"sum_dx", read_sharding<&Sharding::sums_dx>},
       {"gathered", read<&LayerCall::gathered>},
       {"weight_cache", read_cache},
       {"training", read<&LayerCall::training>},

@@ -119,14 +119,17 @@ class LinearState : public LayerState {
       out.x = input_gradient(layers, of_g.first, row, saved_weight(layers, saved, i), n,
                              g.scalar_type(), g.device());
     of_g.first = {};  // its memory may serve wgrad
-    if (row.is_needed && is_cut) out.x = begin_scatter_sum(*sharding, runs, out.x);
+    const bool is_sum = row.is_needed && sharding && (is_cut || sharding->sums_dx);
+    if (is_sum)
+      out.x =
+          is_cut ? begin_scatter_sum(*sharding, runs, out.x) : begin_sum(sharding->group, out.x);
     if (col.is_needed) {
       if (is_cut) x = backward_input(layers, gather ? gather->finish() : gathered_->get(), kWgradX);
       if (layers.product_dtypes.size() > 1)
         x = prepare_input(wgrad, recipe().recipe.wgrad.b, std::move(x), m);
       out.weight = weight_gradient(layers, i, of_g.second, col, x, m, g.device(), 1 + i);
     }
-    if (row.is_needed && is_cut) out.x = wait_for(out.x);
+    if (is_sum) out.x = wait_for(out.x);
     const int bias = layers.bias_index[i];
     if (bias >= 0 && needs_.db[static_cast<std::size_t>(bias)])
       out.bias = bias_gradient(layers, bias, g);

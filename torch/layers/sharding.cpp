@@ -22,9 +22,9 @@ Tensor begin_collective(const c10::OperatorHandle& op, c10::Stack arguments) {
   return arguments[0].toTensor();
 }
 
-Tensor all_reduce(const std::string& group, const char* of, const Tensor& t) {
+Tensor begin_all_reduce(const std::string& group, const char* of, const Tensor& t) {
   static const auto op = find_collective("_c10d_functional::all_reduce");
-  return wait_for(begin_collective(op, {t, of, group}));
+  return begin_collective(op, {t, of, group});
 }
 
 Tensor as_bytes(const Tensor& t) {
@@ -53,6 +53,10 @@ void check_sharding(const char* op, const Sharding& s, const Tensor& x) {
       !s.token_dim || (s.weight_dim == 0 && 0 <= *s.token_dim && *s.token_dim < x.dim() - 1), op,
       ": expected token_dim as a dimension of tokens of x ", x.sym_sizes(),
       ", of a weight that is cut along N, got ", *s.token_dim);
+  TORCH_CHECK_VALUE(!s.sums_dx || (s.weight_dim == 0 && !s.token_dim), op,
+                    ": expected sum_dx with a weight that is cut along N and a whole x, got "
+                    "weight_dim = ",
+                    s.weight_dim, s.token_dim ? " and a token_dim" : "");
 }
 
 TokenRuns token_runs(const Sharding& sharding, c10::SymIntArrayRef x_shape) {
@@ -70,11 +74,16 @@ Tensor largest_of_ranks(const Sharding& sharding, const Tensor& amax) {
   // 2.11) reduces no view.
   constexpr std::int64_t kMagnitude = 0x7fffffff;
   const Tensor own = amax.view(at::kInt).bitwise_and(kMagnitude);
-  return (sharding.ranks == 1 ? own : all_reduce(sharding.group, "max", own)).view(at::kFloat);
+  if (sharding.ranks == 1) return own.view(at::kFloat);
+  return wait_for(begin_all_reduce(sharding.group, "max", own)).view(at::kFloat);
 }
 
 Tensor sum_of_ranks(const std::string& group, const Tensor& t) {
-  return all_reduce(group, "sum", t);
+  return wait_for(begin_sum(group, t));
+}
+
+Tensor begin_sum(const std::string& group, const Tensor& t) {
+  return begin_all_reduce(group, "sum", t);
 }
 
 Tensor wait_for(const Tensor& begun) {

@@ -8,6 +8,8 @@
 //     dx = g · W      a sum over the ranks            columns
 //     dW = gᵀ · x     rows                            columns
 //
+// dx is that sum where the caller says so (sums_dx); else each rank's part of it.
+//
 // Where x is cut by tokens, codes of x are gathered, not values: the rowwise ones in forward, the
 // ones for wgrad in backward. Between the two a rank saves the codes of this rank's tokens. dx is
 // the sum for this rank's tokens.
@@ -37,6 +39,7 @@ struct Sharding {
   std::int64_t rank = 0, ranks = 1;
   std::int64_t weight_dim = 0;            // of W, which the ranks cut
   std::optional<std::int64_t> token_dim;  // of x (…, K), where the ranks cut it by tokens
+  bool sums_dx = false;  // whether backward sums dx over the ranks, where x is whole
   // The parts of W along weight_dim, each cut, of which a rank has its cuts one after the other: 2
   // of experts whose gate and up are one weight.
   std::int64_t parts = 1;
@@ -60,8 +63,9 @@ struct TokenRuns {
 };
 TokenRuns token_runs(const Sharding& sharding, c10::SymIntArrayRef x_shape);
 
-// Returns the sum of the tensors of a group's ranks.
+// Returns the sum of the tensors of a group's ranks. begin_sum: for wait_for.
 Tensor sum_of_ranks(const std::string& group, const Tensor& t);
+Tensor begin_sum(const std::string& group, const Tensor& t);
 
 // Returns the largest amax of all ranks; NaN is larger than infinity.
 Tensor largest_of_ranks(const Sharding& sharding, const Tensor& amax);

@@ -134,8 +134,8 @@ TORCH_LIBRARY(minifloat, m) {
   // for later calls of `linear`. recompute: "weight" where backward quantizes the weight again
   // instead of saving its codes. accumulate, received: where backward adds the weight's gradient,
   // and what autograd receives, as layers/weight_sums.h describes. linear_sharded: `linear` on one
-  // rank of `group`, whose ranks shard the weight along weight_dim and x along token_dim; see
-  // layers/sharding.h. weight_cache: the id of the cache that has weight_operands where the caller
+  // rank of `group`, whose ranks shard the weight along weight_dim and x along token_dim; sum_dx:
+  // whether backward sums dx over the ranks, of a whole x; see layers/sharding.h. weight_cache: the id of the cache that has weight_operands where the caller
   // passes none, or 0; training: whether the layer is in training mode, which the cache reads.
   torch_ops::register_gathered_input();
   m.def(
@@ -148,7 +148,8 @@ TORCH_LIBRARY(minifloat, m) {
       "int ranks, int weight_dim, int? token_dim=None, Tensor? rng=None, "
       "Tensor(a!)? amax_history=None, int stream=0, Tensor[]? x_operands=None, "
       "Tensor[]? weight_operands=None, "
-      "__torch__.torch.classes.minifloat.GatheredInput? gathered=None, str recompute=\"\", "
+      "__torch__.torch.classes.minifloat.GatheredInput? gathered=None, bool sum_dx=False, "
+      "str recompute=\"\", "
       "Tensor(b!)? main_grad=None, str accumulate=\"\", str received=\"\") -> Tensor",
       tags);
   m.def("token_unit(str recipe) -> int");

@@ -20,10 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.tensor_parallel.mappings import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-)
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from .._native import ops
@@ -69,12 +66,15 @@ class MegatronLinear(LinearState):
                 input = gather_from_sequence_parallel_region(
                     input, tensor_parallel_output_grad=True, group=group
                 )
-        elif allreduce_dgrad:
-            input = copy_to_tensor_model_parallel_region(input, group=group)
-        return self.multiply_shard(input, weight, bias, token_dim)
+        return self.multiply_shard(input, weight, bias, token_dim, allreduce_dgrad)
 
     def multiply_shard(
-        self, input: Tensor, weight: Tensor, bias: Tensor | None, token_dim: int | None
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token_dim: int | None,
+        sum_dx: bool,
     ) -> Tensor:
         """Multiplies with this rank's shard of a weight: one call of linear_sharded.
 
@@ -102,6 +102,7 @@ class MegatronLinear(LinearState):
             bias,
             self.recipe.text,
             token_dim=token_dim,
+            sum_dx=sum_dx,
             weight_operands=operands,
             recompute=self.recompute,
             **shards,
