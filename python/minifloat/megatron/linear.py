@@ -111,16 +111,20 @@ class MegatronLinear(LinearState):
         )
 
     def set_extra_state(self, state: Any) -> None:
-        """Drops the scales and histories that Transformer Engine saved beside a weight."""
-        if isinstance(state, Tensor) and state.numel() > 0:
-            warnings.warn(
-                f"minifloat: {self.fqn}: _extra_state is that of Transformer Engine's scaling, and "
-                "is not loaded; mf.load_training_state loads minifloat's",
-                stacklevel=2,
-            )
+        drop_extra_state(state)
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, recipe={self.recipe.text!r})"
+
+
+def drop_extra_state(state: Any) -> None:
+    """Drops the scales and histories that Transformer Engine saved beside a weight."""
+    if isinstance(state, Tensor) and state.numel() > 0:
+        warnings.warn(  # once: Python shows a text of one line of code once
+            "minifloat: _extra_state is that of Transformer Engine's scaling, and is not loaded; "
+            "mf.load_training_state loads minifloat's",
+            stacklevel=2,
+        )
 
 
 WEIGHT_DIMS = {ColumnParallelLinear: 0, RowParallelLinear: 1}

@@ -14,6 +14,7 @@ from ..nn.linear import adopt, restore_linear
 from ..nn.linear_state import LinearState
 from ..nn.registry import Choice
 from ..nn.state.recipe_state import WEIGHT_DTYPES, DelayedScaling
+from .grouped import GroupedLinear
 from .linear import WEIGHT_DIMS, form_of, reason_against
 
 TRANSFORMER_ENGINE = "transformer_engine"
@@ -24,7 +25,8 @@ class MegatronLayers:
     """The registry's LibraryLayers for Megatron-Core."""
 
     def is_layer(self, module: nn.Module) -> bool:
-        return isinstance(module, PARALLEL) or is_of_transformer_engine(module)
+        is_own = isinstance(module, (*PARALLEL, GroupedLinear))
+        return is_own or is_of_transformer_engine(module)
 
     def reason(self, module: nn.Module) -> str | None:
         if is_of_transformer_engine(module):
@@ -32,11 +34,13 @@ class MegatronLayers:
                 "a layer of Transformer Engine, which casts by itself; build the model with "
                 "Megatron's local spec, within minifloat.megatron.backend()"
             )
-        if (why := reason_against(module)) is not None:
-            return why
-        if (dtype := module.weight.dtype) not in WEIGHT_DTYPES:
-            return f"its weight is {dtype}; expected float32 or bfloat16"
-        return None
+        if isinstance(module, GroupedLinear):
+            why, weights = module.reason(), module.weights
+        else:
+            why, weights = reason_against(module), list(module.parameters())
+        if why is None and (dtype := weights[0].dtype) not in WEIGHT_DTYPES:
+            why = f"its weight is {dtype}; expected float32 or bfloat16"
+        return why
 
     def convert(self, choice: Choice, delayed: DelayedScaling) -> list[Any]:
         module: Any = choice.module
@@ -46,14 +50,18 @@ class MegatronLayers:
                 f"{choice.fqn}: expected a recipe without delayed scaling for experts that ranks "
                 f"divide (expert_model_parallel_size), got {choice.recipe}"
             )
-        form = form_of(cast(Any, type(choice.module)))
+        if isinstance(module, GroupedLinear):
+            return [module.convert(choice.recipe, choice.fqn, delayed)]
+        form = form_of(cast(Any, type(module)))
         layer = adopt(module, choice.recipe, choice.fqn, delayed, form=form)
         if module.config.gradient_accumulation_fusion:
             layer.accumulate = MAIN_GRAD
         return [layer]
 
     def restore(self, module: nn.Module) -> None:
-        if isinstance(module, LinearState):
+        if isinstance(module, GroupedLinear):
+            module.restore()
+        elif isinstance(module, LinearState):
             restore_linear(module)
 
     def numbers(self, module: nn.Module) -> Mapping[str, int]:

@@ -18,8 +18,9 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 from .attention import DotProductAttention
+from .grouped import ColumnParallelGroupedLinear, RowParallelGroupedLinear
 from .norms import LayerNormColumnParallelLinear, Norm
-from .versions import experts_spec
+from .versions import experts_spec, grouped_experts
 
 
 class SpecProvider(BackendSpecProvider):  # type: ignore[misc]
@@ -50,6 +51,13 @@ class SpecProvider(BackendSpecProvider):  # type: ignore[misc]
         return DotProductAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool, *legacy: bool) -> Any:
+        if any(legacy):
+            raise ValueError(
+                "moe_use_legacy_grouped_gemm: expected False, got True: those experts have one "
+                "weight (K, E · N), which Transformer Engine's checkpoints do not have"
+            )
+        if moe_use_grouped_gemm:
+            return grouped_experts(ColumnParallelGroupedLinear, RowParallelGroupedLinear)
         linear = MLPSubmodules(
             linear_fc1=self.column_parallel_linear(), linear_fc2=self.row_parallel_linear()
         )
@@ -87,6 +95,8 @@ MODULES = {
     "TEColumnParallelLinear": ColumnParallelLinear,
     "TERowParallelLinear": RowParallelLinear,
     "TELayerNormColumnParallelLinear": LayerNormColumnParallelLinear,
+    "TEColumnParallelGroupedLinear": ColumnParallelGroupedLinear,
+    "TERowParallelGroupedLinear": RowParallelGroupedLinear,
     "TEDotProductAttention": DotProductAttention,
     "TENorm": Norm,
 }
@@ -96,7 +106,7 @@ LOCK = threading.RLock()  # of those names
 def replaced(spec: Any) -> Any:
     """Returns a spec of Megatron-Core with minifloat's modules in place of Transformer Engine's."""
     for name, module in MODULES.items():
-        if spec is getattr(transformer_engine, name):
+        if spec is not None and spec is getattr(transformer_engine, name):
             return module
     if isinstance(spec, partial):
         options = {name: replaced(value) for name, value in spec.keywords.items()}

@@ -7,6 +7,8 @@ from typing import Any
 
 import megatron.core
 from megatron.core.models import backends
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe import experts
 
 OLDEST, NEWEST = (0, 16), (0, 19)  # that were tried
 
@@ -26,6 +28,12 @@ def require_version() -> tuple[int, int]:
 VERSION = require_version()
 # 0.16: experts are a module and its submodules. Later: one function that builds them.
 IS_A_PAIR = hasattr(backends, "GroupedMLP")
+
+
+def grouped_experts(column: type, row: type) -> Any:
+    """Returns Megatron's experts that are two grouped linear layers of these classes."""
+    submodules = MLPSubmodules if IS_A_PAIR else experts.GroupedMLPSubmodules
+    return experts_spec(experts.TEGroupedMLP, submodules(linear_fc1=column, linear_fc2=row))
 
 
 def experts_spec(module: type, submodules: Any) -> Any:

@@ -116,7 +116,8 @@ class LibraryLayers(Protocol):
         """Returns this process's number among those with other tokens."""
 
 
-LIBRARIES = {"megatron.core.": "minifloat.megatron.register"}  # package -> who knows its layers
+MEGATRON = "minifloat.megatron.register"
+LIBRARIES = {"megatron.core.": MEGATRON, "minifloat.megatron.": MEGATRON}  # package -> who knows it
 
 
 def library_of(module: nn.Module) -> LibraryLayers | None:
