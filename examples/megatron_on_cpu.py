@@ -28,6 +28,19 @@ class NoStream:
     wait_stream = wait_event = record = synchronize = wait = nothing
 
 
+ALL_TO_ALL = torch.distributed.all_to_all_single
+
+
+def all_to_all_single(output, input, *sizes, **options):
+    """Calls torch's, with sizes as lists where Megatron has them in tensors on the host."""
+
+    def as_list(size):
+        return size.tolist() if isinstance(size, torch.Tensor) else size
+
+    options = {name: as_list(option) for name, option in options.items()}
+    return ALL_TO_ALL(output, input, *map(as_list, sizes), **options)
+
+
 class CpuForGpu(TorchFunctionMode):
     """While it is entered, Megatron-Core runs on the CPU. Its own functions stay replaced after."""
 
@@ -44,6 +57,7 @@ class CpuForGpu(TorchFunctionMode):
         megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(
             state
         )
+        torch.distributed.all_to_all_single = all_to_all_single
         # 0.16.1 defines this name only where Transformer Engine is.
         moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
         # gloo returns wrong bytes where joined all-gathers have several dtypes: each goes alone.

@@ -5,12 +5,14 @@ build(config(), "te")       a GPTModel with the names of Transformer Engine's mo
 loss(model, step)           of a batch that follows from the step and the data-parallel rank
 """
 
+import multiprocessing
 import sys
 import warnings
 from functools import cache
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 VOCABULARY, TOKENS, BATCH, WIDTH = 96, 32, 2, 64
 SIZES = {
@@ -129,3 +131,32 @@ def loss(model, step=0):
 
     tokens, positions, labels = batch(step, parallel_state.get_data_parallel_rank())
     return model(tokens, positions, None, labels=labels).float().mean()
+
+
+# ---- distributed checkpoints ---------------------------------------------------------------------
+
+
+def sharded(model):
+    from megatron.core import parallel_state
+
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return model.sharded_state_dict(metadata={"dp_cp_group": group})
+
+
+def save(model, folder):
+    """Saves a model of all ranks to a new folder."""
+    from megatron.core import dist_checkpointing
+
+    # Megatron's writer has a process of its own, which those of a test may not have.
+    multiprocessing.current_process()._config["daemon"] = False
+    if dist.get_rank() == 0:
+        Path(folder).mkdir()
+    dist.barrier()
+    dist_checkpointing.save(sharded(model), folder)
+
+
+def load(model, folder):
+    """Loads what `save` saved, in any layout of ranks."""
+    from megatron.core import dist_checkpointing
+
+    model.load_state_dict(dist_checkpointing.load(sharded(model), folder))
