@@ -48,13 +48,6 @@ def take_codes():
     fp8_utils.te_post_all_gather_processing = mf.distributed.post_all_gather_processing
 
 
-def keep_initial_values(layer):
-    """Gives Megatron a weight's initial values, for its masters: codes have less precision."""
-    name = "weight_high_precision_init"
-    layer.weight.get_high_precision_init_val = lambda: getattr(layer, name)
-    layer.weight.clear_high_precision_init_val = lambda: delattr(layer, name)
-
-
 class CpuForGpu(TorchFunctionMode):
     """Gives Megatron-Core the CPU where it asks for a GPU."""
 
@@ -88,10 +81,6 @@ def build(recipe, holds_codes):
         keep_high_precision_init=holds_codes,
         data_parallel_rank=parallel_state.get_data_parallel_rank(),
     )
-    if holds_codes:
-        for layer in model.modules():
-            if isinstance(layer, mf.Linear):
-                keep_initial_values(layer)
     wrapper = DistributedDataParallel(
         TransformerConfig(num_layers=LAYERS, hidden_size=DIM, num_attention_heads=HEADS),
         DistributedDataParallelConfig(
