@@ -8,4 +8,5 @@
 mf.quantize_ converts models of Megatron's local specs too.
 """
 
+from .codes import gather_codes
 from .specs import SpecProvider, backend

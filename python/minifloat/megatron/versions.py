@@ -5,12 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from megatron.core import fp4_utils
 from megatron.core.models import backends
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 
 # 0.16: a module and its submodules. Later: one function that builds it.
 IS_A_PAIR = hasattr(backends, "GroupedMLP")
+
+# 0.16's buffers have a byte for each element of a weight that is codes.
+HAS_4_BIT_BUFFERS = hasattr(fp4_utils, "modify_nvfp4_rowwise_storage")
 
 
 def experts_spec(module: type, submodules: Any) -> Any:

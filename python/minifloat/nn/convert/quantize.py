@@ -185,6 +185,8 @@ def quantize_(
             undo.callback(revert, choice.module, dict(choice.module._parameters))
             plan = plans.get(choice.fqn, (None, ""))[0]
             if choice.library is not None:
+                if primary:
+                    choice.library.hold_codes()
                 new: list[RecipeState] = choice.library.convert(choice, delayed_scaling)
             elif isinstance(choice.module, nn.Linear):
                 layer = adopt(choice.module, choice.recipe, choice.fqn, delayed_scaling, plan)
