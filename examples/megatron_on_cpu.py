@@ -4,7 +4,8 @@ Nothing that Megatron computes is replaced: tensors are made on the CPU, streams
 nothing, and the random numbers are those of the CPU's generator.
 """
 
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
+from unittest.mock import patch
 
 import torch
 from megatron.core.distributed import param_and_grad_buffer
@@ -41,6 +42,40 @@ def all_to_all_single(output, input, *sizes, **options):
     return ALL_TO_ALL(output, input, *map(as_list, sizes), **options)
 
 
+@contextmanager
+def each_alone(*group, **options):
+    """Yields what waits for the collectives of the statement.
+
+    gloo returns wrong bytes where all-gathers of several dtypes are joined: each goes alone.
+    """
+    started = Started()
+    with ExitStack() as stack:
+        for module, name in (
+            (param_and_grad_buffer, "dist_all_gather_func"),
+            (param_and_grad_buffer, "dist_reduce_scatter_func"),
+            (torch.distributed, "all_reduce"),
+        ):
+            stack.enter_context(patch.object(module, name, started.by(getattr(module, name))))
+        yield started
+
+
+class Started(list):
+    """The collectives that run beside the computation."""
+
+    def by(self, function):
+        def call(*args, **kwargs):
+            work = function(*args, **kwargs)
+            if work is not None:
+                self.append(work)
+            return work
+
+        return call
+
+    def wait(self):
+        for work in self:
+            work.wait()
+
+
 class CpuForGpu(TorchFunctionMode):
     """While it is entered, Megatron-Core runs on the CPU. Its own functions stay replaced after."""
 
@@ -60,8 +95,7 @@ class CpuForGpu(TorchFunctionMode):
         torch.distributed.all_to_all_single = all_to_all_single
         # 0.16.1 defines this name only where Transformer Engine is.
         moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
-        # gloo returns wrong bytes where joined all-gathers have several dtypes: each goes alone.
-        param_and_grad_buffer._coalescing_manager = lambda *group, **options: nullcontext()
+        param_and_grad_buffer._coalescing_manager = each_alone
         return super().__enter__()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -41,8 +41,6 @@ EXCEPTIONS = {
         "A step in a CUDA graph",
     ): "it needs a CUDA device; tests/gpu/test_sharded_graphs.py captures such steps",
 }
-if sys.version_info >= (3, 12):
-    EXCEPTIONS["zero.md", "Absent"] = "it is for Megatron-Core 0.16; here 0.19 is installed"
 
 SUFFIXES = {"python": ".py", "cpp": ".cpp", "toml": ".toml"}
 OTHERS = {"", "text", "sh"}  # commands, which tools/check_docs.py checks; output; drawings
@@ -242,18 +240,6 @@ def given_of_lightning() -> Given:
     return {"module": Reverser(), "data": DataLoader([(x[0], x[1])], batch_size=None)}
 
 
-def given_of_megatron() -> Given:
-    """Returns what the example imports, and begins to give Megatron-Core the CPU for a GPU."""
-    import train_megatron as example
-
-    example.CpuForGpu().__enter__()
-    if not example.parallel_state.is_initialized():
-        example.parallel_state.initialize_model_parallel()
-    config = example.TransformerConfig(num_layers=2, hidden_size=128, num_attention_heads=4)
-    return {**vars(example), "recipe": "fp8_tensorwise", "transformer_config": config}
-
-
-SECTIONS_OF_MEGATRON = ("Megatron's loop", "Weights of Megatron as codes", "Absent")
 # (page, section; None: all of them) -> what is given besides given_anywhere.
 GIVEN: dict[tuple[str, str | None], Callable[[], Given]] = {
     ("README.md", None): given_of_readme,
@@ -267,7 +253,6 @@ GIVEN: dict[tuple[str, str | None], Callable[[], Given]] = {
     ("moe.md", None): given_of_experts,
     ("publish.md", None): given_converted,
     ("serve.md", None): given_converted,
-    **{("zero.md", section): given_of_megatron for section in SECTIONS_OF_MEGATRON},
 }
 
 

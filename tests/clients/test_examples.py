@@ -90,18 +90,20 @@ RUNS = {
         TWO,
         {},
         [
-            "bf16: weights of the ranks equal: True",
+            "bf16: weights of the data-parallel ranks equal: True",
             "bf16: resumed weights equal: True",
-            "codes: weights of the ranks equal: True",
+            "codes: weights of the data-parallel ranks equal: True",
             "codes: resumed weights equal: True",
-            "codes: losses equal bf16's: True",
-            "codes: casts of bf16's weights: True",
         ],
     ),
-    "train_megatron nvfp4_pow2": (
-        TWO,
+    "train_megatron nvfp4_pow2 --experts 4": (TWO, {}, ["bf16: resumed weights equal: True"]),
+    "train_megatron mxfp8_2d --tensor 2": (
+        FOUR,
         {},
-        ["bf16: weights of the ranks equal: True", "bf16: resumed weights equal: True"],
+        [
+            "codes: weights of the data-parallel ranks equal: True",
+            "codes: resumed weights equal: True",
+        ],
     ),
     "train_zero3": (
         TWO,
@@ -127,8 +129,11 @@ def loss_without_inputs(file):
     return -sum(share * math.log(share) for share in shares)
 
 
+IMPORTED = {"megatron_on_cpu"}  # by examples
+
+
 def test_all_examples_run():
-    files = {path.stem for path in FOLDER.glob("*.py")}
+    files = {path.stem for path in FOLDER.glob("*.py")} - IMPORTED
     assert files == {re.split("[ ,]", name)[0] for name in RUNS}
 
 

@@ -61,7 +61,7 @@ def test_an_optimizer_writes_the_codes():
     model = moe()
     mf.quantize_(model, "mxfp8_2d", primary=True, keep_high_precision_init=True)
     experts = model[0].experts
-    init = experts.w13_high_precision_init
+    init = experts.w13.get_high_precision_init_val()
     require_same_weight(experts.w13, mf.QuantizedTensor.from_tensor(init, *experts.w13.specs))
     before = {n: p.dequantize() for n, p in weights_of(model).items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -76,7 +76,7 @@ def test_an_optimizer_writes_the_codes():
     restored = mf.restore_(copy.deepcopy(model))
     assert type(restored[0].experts.w2) is nn.Parameter
     assert torch.equal(restored[0].experts.w2, experts.w2.dequantize())
-    assert not hasattr(restored[0].experts, "w13_high_precision_init")
+    assert not hasattr(restored[0].experts.w13, "get_high_precision_init_val")
 
 
 def test_states_keep_the_bytes(tmp_path):
@@ -182,7 +182,7 @@ def test_a_failed_conversion_leaves_the_weights(monkeypatch):
     assert len(calls) == 6
     assert {n: id(p) for n, p in model.named_parameters()} == {n: id(p) for n, p in before.items()}
     assert not weights_of(model)
-    assert not hasattr(model[0].experts, "w1_high_precision_init")
+    assert not hasattr(model[0].experts.w1, "get_high_precision_init_val")
 
 
 # ---- several processes ---------------------------------------------------------------------------

@@ -376,13 +376,21 @@ def test_a_primary_weight_multiplies_as_its_recipe_does():
 def test_primary_keeps_what_it_is_asked_to():
     model = mlp()
     initial = model[0].weight.detach().clone()
+    model[0].weight.partition_dim = 1  # an attribute of other code
     mf.quantize_(model, "mxfp8", primary=True, keep_high_precision_init=True)
-    assert torch.equal(model[0].weight_high_precision_init, initial)
+    weight = model[0].weight
+    assert torch.equal(weight.get_high_precision_init_val(), initial)
+    twin = copy.deepcopy(model)[0].weight
+    twin.clear_high_precision_init_val()
+    assert not hasattr(twin, "get_high_precision_init_val")
+    model.to(torch.bfloat16).float()  # torch swaps the parameter's __dict__
+    assert torch.equal(model[0].weight.get_high_precision_init_val(), initial)
+    assert (model[0].weight.partition_dim, twin.partition_dim) == (1, 1)
     values = model[0].weight.dequantize()
     mf.restore_(model)
     assert type(model[0].weight) is nn.Parameter
     assert torch.equal(model[0].weight, values)
-    assert not hasattr(model[0], "weight_high_precision_init")
+    assert vars(model[0].weight) == {"partition_dim": 1}
 
 
 def test_primary_refuses_what_it_cannot_keep():
@@ -408,7 +416,7 @@ def test_quantized_model_init(recipe, equal_losses):
     for built, unconverted in zip(model, reference):
         if isinstance(unconverted, nn.Linear):
             assert type(built) is mf.Linear
-            assert torch.equal(built.weight_high_precision_init, unconverted.weight)
+            assert torch.equal(built.weight.get_high_precision_init_val(), unconverted.weight)
     assert model[0].stream != model[2].stream
     mf.quantize_(reference, recipe, keep="nothing", primary=True)
     losses, wanted = train(model), train(reference)

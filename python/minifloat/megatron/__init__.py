@@ -9,4 +9,5 @@ mf.quantize_ converts models of Megatron's local specs too.
 """
 
 from . import versions  # first: it checks the version
+from .codes import gather_codes
 from .specs import SpecProvider, backend

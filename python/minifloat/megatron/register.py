@@ -14,6 +14,7 @@ from ..nn.linear import adopt, restore_linear
 from ..nn.linear_state import LinearState
 from ..nn.registry import Choice
 from ..nn.state.recipe_state import WEIGHT_DTYPES, DelayedScaling
+from .codes import gather_codes
 from .grouped import GroupedLinear
 from .linear import WEIGHT_DIMS, form_of, reason_against
 
@@ -57,6 +58,9 @@ class MegatronLayers:
         if module.config.gradient_accumulation_fusion:
             layer.accumulate = MAIN_GRAD
         return [layer]
+
+    def hold_codes(self) -> None:
+        gather_codes()
 
     def restore(self, module: nn.Module) -> None:
         if isinstance(module, GroupedLinear):

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import megatron.core
+from megatron.core import fp4_utils
 from megatron.core.models import backends
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.moe import experts
@@ -28,6 +29,9 @@ def require_version() -> tuple[int, int]:
 VERSION = require_version()
 # 0.16: experts are a module and its submodules. Later: one function that builds them.
 IS_A_PAIR = hasattr(backends, "GroupedMLP")
+
+# 0.16's buffers have a byte for each element of a weight that is codes.
+HAS_4_BIT_BUFFERS = hasattr(fp4_utils, "modify_nvfp4_rowwise_storage")
 
 
 def grouped_experts(column: type, row: type) -> Any:

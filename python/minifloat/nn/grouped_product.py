@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from .._native import ops
 from ..recipe import Recipe
+from ..tensor.attributes import attributes_kept
 from ..tensor.quantized_tensor import QuantizedTensor
 from .cache.operand_cache import WeightCodes, weight_codes
 from .names import PRODUCT, join
@@ -284,10 +285,11 @@ class HasProducts:
         for name, product in products.items():
             old = before[name]
             require_primary_dtype(product.fqn, fn, getattr(old, "_local_tensor", old))
-        super()._apply(fn, recurse)  # type: ignore[misc]
-        for name in products:
-            if (codes := quantized_again(before[name], parameters[name])) is not None:
-                setattr(self, name, codes)
+        with attributes_kept(cast(nn.Module, self), products):
+            super()._apply(fn, recurse)  # type: ignore[misc]
+            for name in products:
+                if (codes := quantized_again(before[name], parameters[name])) is not None:
+                    setattr(self, name, codes)
         adopt_again(self)
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from ..checks import require_bool, require_int, require_text
 from ..recipe import FORWARD_W, Recipe
+from ..tensor.attributes import attributes_of
 from ..tensor.directions import require_nearest
 from ..tensor.quantized_tensor import QuantizedTensor
 from .accumulation import weight_sums
@@ -19,7 +21,8 @@ from .registry import GatherPlan, distributed_functions, is_distributed
 from .state.model_state import share_random_state
 from .state.recipe_state import DEFAULT_DELAYED, WEIGHT_DTYPES, DelayedScaling, RecipeState
 
-HIGH_PRECISION_INIT = "_high_precision_init"  # of an attribute's name, after the parameter's
+INITIAL_VALUES = "initial_values"  # of a quantized weight, and how its reader gets at them:
+GET_INITIAL, CLEAR_INITIAL = "get_high_precision_init_val", "clear_high_precision_init_val"
 
 
 class Linear(LinearState, nn.Linear):
@@ -148,7 +151,6 @@ def class_without_recipe(cls: type[LinearState]) -> type[nn.Module] | None:
 def restore_linear(module: LinearState) -> None:
     """Converts a layer back to its class without a recipe, its weight to high precision."""
     dequantize_parameters(module)
-    module.__dict__.pop("weight" + HIGH_PRECISION_INIT, None)
     module.accumulate = ""
     for name in (*RecipeState.__annotations__, *LinearState.__annotations__):
         module.__dict__.pop(name, None)
@@ -204,12 +206,34 @@ def make_primary(
     specs = (col, row) if is_row_major else (row, col)  # of the parameter as it lies in memory
     for name in names:
         weight = module.get_parameter(name)
-        if keep_high_precision_init:
-            setattr(module, name + HIGH_PRECISION_INIT, weight.detach().cpu().clone())
         quantized = QuantizedTensor.from_tensor(weight.detach(), *specs)
-        setattr(module, name, nn.Parameter(quantized, requires_grad=weight.requires_grad))
+        codes = nn.Parameter(quantized, requires_grad=weight.requires_grad)
+        vars(codes).update(attributes_of(weight))
+        if keep_high_precision_init:
+            keep_initial_values(codes, weight.detach().cpu().clone())
+        setattr(module, name, codes)
     if isinstance(module, RecipeState):
         module._forget()  # the weight before had a cache
+
+
+def keep_initial_values(weight: Tensor, values: Tensor) -> None:
+    """Keeps a weight's values of before it was codes, with the methods of Transformer Engine.
+
+    weight.get_high_precision_init_val() returns them, and weight.clear_high_precision_init_val()
+    frees them: Megatron-Core's optimizer calls both for its masters.
+    """
+    vars(weight)[INITIAL_VALUES] = values
+    vars(weight)[GET_INITIAL] = MethodType(initial_values, weight)
+    vars(weight)[CLEAR_INITIAL] = MethodType(clear_initial_values, weight)
+
+
+def initial_values(weight: Tensor) -> Tensor:
+    return cast(Tensor, vars(weight)[INITIAL_VALUES])
+
+
+def clear_initial_values(weight: Tensor) -> None:
+    for name in (INITIAL_VALUES, GET_INITIAL, CLEAR_INITIAL):
+        vars(weight).pop(name, None)
 
 
 def require_primary(primary: bool, keep_high_precision_init: bool) -> None:
@@ -229,4 +253,6 @@ def dequantize_parameters(module: nn.Module) -> None:
             local = getattr(parameter, "_local_tensor", parameter)
             if parameter is not None and isinstance(local, QuantizedTensor):
                 values = nn.Parameter(parameter.detach() * 1, parameter.requires_grad)
+                vars(values).update(attributes_of(parameter))
+                clear_initial_values(values)
                 setattr(owner, name, values)

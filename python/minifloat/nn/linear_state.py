@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .._native import ops
 from ..private_torch import is_transformed, tracing_state
 from ..recipe import Recipe
+from ..tensor.attributes import attributes_kept
 from ..tensor.quantized_tensor import QuantizedTensor
 from .accumulation import TAKER, take_gradients, weight_sums
 from .cache.operand_cache import SharedInput, conditions_of, weight_codes
@@ -152,9 +153,10 @@ class LinearState(RecipeState):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = self.weight
         require_primary_dtype(self.fqn, fn, before)
-        super()._apply(fn, recurse)
-        if (weight := quantized_again(before, self.weight)) is not None:
-            self.weight = weight
+        with attributes_kept(self, ["weight"] if "weight" in self._parameters else []):
+            super()._apply(fn, recurse)
+            if (weight := quantized_again(before, self.weight)) is not None:
+                self.weight = weight
         if self.weight_gather is not None:
             distributed_functions.adopt_weight(self, self.weight)
         self._forget()

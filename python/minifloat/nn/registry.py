@@ -100,6 +100,9 @@ class LibraryLayers(Protocol):
     def convert(self, choice: Choice, delayed: Any) -> list[Any]:
         """Converts a layer, and returns what has its state."""
 
+    def hold_codes(self) -> None:
+        """Prepares the library for weights that are codes."""
+
     def restore(self, module: nn.Module) -> None:
         """Undoes `convert`, complete or not."""
 

@@ -23,7 +23,6 @@ from ...nn.convert.reads import MISSING, hook_of
 from ...nn.convert.selection import already_converted
 from ...nn.grouped_product import GroupedProduct, add_products, remove_products
 from ...nn.linear import (
-    HIGH_PRECISION_INIT,
     dequantize_parameters,
     make_primary,
     reason_against_primary,
@@ -270,7 +269,7 @@ def convert(
         choice: the module, its name, form, parameters and recipe.
         gather_plan: how FSDP2 gathers the weights as codes; None: in the compute dtype.
         primary: whether codes replace the weights.
-        keep_high_precision_init: with primary, whether to copy the initial weights to attributes.
+        keep_high_precision_init: with primary, whether to keep the initial weights with the codes.
         history: of delayed scaling, as mf.quantize_'s.
 
     Returns:
@@ -316,6 +315,3 @@ def restore(model: nn.Module) -> None:
         if next(products_of(module), None) is not None:
             revert(module)
             dequantize_parameters(module)
-            for name in list(module.__dict__):
-                if name.endswith(HIGH_PRECISION_INIT):
-                    del module.__dict__[name]

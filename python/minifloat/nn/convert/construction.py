@@ -135,8 +135,8 @@ def quantized_model_init(
 
     Args:
         recipe: of all layers.
-        keep_high_precision_init: whether to copy each initial weight to
-            module.weight_high_precision_init, on the CPU.
+        keep_high_precision_init: whether to keep each initial weight on the CPU, for
+            weight.get_high_precision_init_val().
         seed: of stochastic rounding, 64 bits with sign.
 
     Returns:

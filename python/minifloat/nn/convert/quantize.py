@@ -21,7 +21,6 @@ from ..accumulation import ACCUMULATE
 from ..cache.operand_cache import share_inputs
 from ..fuse.find_mlps import convert_mlps, mlps_of, restore_mlps
 from ..linear import (
-    HIGH_PRECISION_INIT,
     Linear,
     adopt,
     class_without_recipe,
@@ -104,9 +103,9 @@ def quantize_(
             safetensors cannot save codes: call mf.restore_ before. Until this call returns, all
             high-precision weights stay in memory, to undo a failure; quantized_model_init holds
             only one layer's at a time.
-        keep_high_precision_init: with primary, whether to copy the initial weight to
-            module.weight_high_precision_init, on the CPU; of experts, to that name after each
-            parameter's: module.w1_high_precision_init.
+        keep_high_precision_init: with primary, whether to keep the values that a weight had, on the
+            CPU: weight.get_high_precision_init_val() returns them, and
+            weight.clear_high_precision_init_val() frees them.
         gather: how FSDP2 gathers weights: "codes", where they have fewer bits than bf16, or
             "compute_dtype", as FSDP2 does by itself.
         seed: of stochastic rounding, 64 bits with sign. It is mixed with data_parallel_rank, and
@@ -186,6 +185,8 @@ def quantize_(
             undo.callback(revert, choice.module, dict(choice.module._parameters))
             plan = plans.get(choice.fqn, (None, ""))[0]
             if choice.library is not None:
+                if primary:
+                    choice.library.hold_codes()
                 new: list[RecipeState] = choice.library.convert(choice, delayed_scaling)
             elif isinstance(choice.module, nn.Linear):
                 layer = adopt(choice.module, choice.recipe, choice.fqn, delayed_scaling, plan)
@@ -267,5 +268,3 @@ def revert(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> Non
     elif not isinstance(module, nn.Linear):
         expert_functions.revert(module)
         module._parameters.update(parameters)
-        for name in parameters:
-            module.__dict__.pop(name + HIGH_PRECISION_INIT, None)
