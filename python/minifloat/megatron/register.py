@@ -67,8 +67,19 @@ class MegatronLayers:
                     found[f"{name}.{i}"] = number - 1
         return found
 
-    def blocks(self, model: nn.Module) -> int | None:
-        return getattr(getattr(model, "config", None), "num_layers", None)
+    def blocks(self, model: nn.Module) -> tuple[str, int] | None:
+        blocks = getattr(getattr(model, "decoder", None), "layers", None)
+        has_list = isinstance(blocks, nn.ModuleList)
+        return ("decoder.layers", cast(Any, model).config.num_layers) if has_list else None
+
+    def stage(self, model: nn.Module) -> int | None:
+        group = getattr(getattr(model, "pg_collection", None), "pp", None)
+        if group is None and parallel_state.is_initialized():
+            group = parallel_state.get_pipeline_model_parallel_group()
+        if group is None or group.size() == 1:
+            return None
+        virtual = getattr(model, "vp_stage", None) or 0
+        return int(group.rank() + group.size() * virtual)
 
     def data_parallel_rank(self) -> int:
         if not parallel_state.is_initialized():
