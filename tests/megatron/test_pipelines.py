@@ -72,12 +72,20 @@ def alone(recipe, names, layers, **options):
     return weights, results, report
 
 
+RECOMPUTE = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+
+
 def stages(weights, names, layers, vpp):
     """Builds this rank's stages, with the weights of the unsplit model."""
     begin(pp=2, vpp=vpp)
     # In one batch of messages an activation would be taken for a gradient, because both go from one
     # of two ranks to the other.
     apart = {"batch_p2p_comm": False, "overlap_p2p_comm": True} if vpp else {}
+    apart |= RECOMPUTE if names == "local" else {}  # the whole model saves all
     of = config(num_layers=layers, virtual_pipeline_model_parallel_size=vpp, **apart)
     chunks = nn.ModuleList(build(of, names, vp_stage=i) for i in (range(vpp) if vpp else [None]))
     for chunk in chunks:

@@ -20,6 +20,15 @@ SIZES = {
     "num_query_groups": 4,
     "ffn_hidden_size": 2 * WIDTH,
 }
+MLA = {
+    "multi_latent_attention": True,
+    "rope_type": "rope",
+    "q_lora_rank": 64,
+    "kv_lora_rank": 48,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 16,
+}
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -59,7 +68,7 @@ def begin(tp=1, pp=1, ep=1, vpp=None, **others):
 def config(**changes):
     """Returns a TransformerConfig for the groups that `begin` made: Llama's form, no dropout."""
     from megatron.core import parallel_state as groups
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     pp = groups.get_pipeline_model_parallel_world_size()
     given = {
@@ -78,7 +87,8 @@ def config(**changes):
         "pipeline_model_parallel_size": pp,
         "expert_model_parallel_size": groups.get_expert_model_parallel_world_size(),
     }
-    return TransformerConfig(**(given | changes))
+    given |= changes
+    return (MLATransformerConfig if "q_lora_rank" in given else TransformerConfig)(**given)
 
 
 def build(of, names="te", seed=0, vp_stage=None):
