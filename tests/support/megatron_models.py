@@ -91,11 +91,12 @@ def config(**changes):
     return (MLATransformerConfig if "q_lora_rank" in given else TransformerConfig)(**given)
 
 
-def build(of, names="te", seed=0, vp_stage=None):
+def build(of, names="te", seed=0, vp_stage=None, **options):
     """Returns a GPTModel in bfloat16.
 
     names: "te" and "local" are minifloat's backend with the names of those specs; "megatron" is
         Megatron's own local spec.
+    options: of GPTModel.
     """
     from contextlib import nullcontext
 
@@ -117,9 +118,12 @@ def build(of, names="te", seed=0, vp_stage=None):
             max_sequence_length=TOKENS,
             pre_process=groups.is_pipeline_first_stage(ignore_virtual=vp_stage is None, **stage),
             post_process=groups.is_pipeline_last_stage(ignore_virtual=vp_stage is None, **stage),
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-            **stage,
+            **{
+                "position_embedding_type": "rope",
+                "share_embeddings_and_output_weights": False,
+                **stage,
+                **options,
+            },
         ).bfloat16()
 
 

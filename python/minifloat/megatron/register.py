@@ -29,8 +29,8 @@ class MegatronLayers:
     def reason(self, module: nn.Module) -> str | None:
         if is_of_transformer_engine(module):
             return (
-                "a layer of Transformer Engine, which casts by itself; build the model with "
-                "Megatron's local spec, within minifloat.megatron.backend()"
+                "a layer of Transformer Engine, which casts by itself; build the spec and the "
+                "model within minifloat.megatron.backend()"
             )
         if (why := reason_against(module)) is not None:
             return why
