@@ -22,6 +22,15 @@ SIZES = {
     "num_query_groups": 4,
     "ffn_hidden_size": 2 * WIDTH,
 }
+MLA = {
+    "multi_latent_attention": True,
+    "rope_type": "rope",
+    "q_lora_rank": 64,
+    "kv_lora_rank": 48,
+    "qk_head_dim": 16,
+    "qk_pos_emb_head_dim": 16,
+    "v_head_dim": 16,
+}
 EXPERTS = {
     "num_moe_experts": 4,
     "moe_router_topk": 2,
@@ -62,7 +71,7 @@ def begin(tp=1, pp=1, ep=1, vpp=None, kind="cpu", **others):
 def config(**changes):
     """Returns a TransformerConfig for the groups that `begin` made: Llama's form, no dropout."""
     from megatron.core import parallel_state as groups
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     pp = groups.get_pipeline_model_parallel_world_size()
     given = {
@@ -81,14 +90,16 @@ def config(**changes):
         "pipeline_model_parallel_size": pp,
         "expert_model_parallel_size": groups.get_expert_model_parallel_world_size(),
     }
-    return TransformerConfig(**(given | changes))
+    given |= changes
+    return (MLATransformerConfig if "q_lora_rank" in given else TransformerConfig)(**given)
 
 
-def build(of, names="te", seed=0, vp_stage=None):
+def build(of, names="te", seed=0, vp_stage=None, **options):
     """Returns a GPTModel in bfloat16.
 
     names: "te" and "local" are minifloat's backend with the names of those specs; "megatron" is
         Megatron's own local spec.
+    options: of GPTModel.
     """
     from contextlib import nullcontext
 
@@ -110,9 +121,12 @@ def build(of, names="te", seed=0, vp_stage=None):
             max_sequence_length=TOKENS,
             pre_process=groups.is_pipeline_first_stage(ignore_virtual=vp_stage is None, **stage),
             post_process=groups.is_pipeline_last_stage(ignore_virtual=vp_stage is None, **stage),
-            position_embedding_type="rope",
-            share_embeddings_and_output_weights=False,
-            **stage,
+            **{
+                "position_embedding_type": "rope",
+                "share_embeddings_and_output_weights": False,
+                **stage,
+                **options,
+            },
         ).bfloat16()
 
 

@@ -17,7 +17,7 @@ handshake, and all ranks raise it.
 
 Disjoint lists may also be replicas that were converted differently, which is an error. They count
 as stages only if one call of mf.quantize_ has converted the model, or each is a PipelineStage of
-torch.
+torch, or a library's (nn/registry.py).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..nn.names import PRODUCT, join, unwrapped
+from ..nn.registry import stage_of, stages_in
 from ..nn.state.recipe_state import RecipeState
 from .handshake import (
     call_to_handshake,
@@ -261,6 +262,8 @@ def _whole_name(name: str, layers: Layers) -> str:
 
 def _stage_of(model: nn.Module) -> list[int] | None:
     """Finds the indices of the pipeline stages that have the model, or modules of a list."""
+    if stages := stages_in(model):
+        return sorted(cast(int, stage_of(stage)) for stage in stages)
     pipelining = sys.modules.get("torch.distributed.pipelining.stage")
     if pipelining is None:
         return None

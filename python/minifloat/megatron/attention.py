@@ -17,7 +17,36 @@ class DotProductAttention(dot_product_attention.DotProductAttention):  # type: i
 
     Where torch's function computes something else (a mask of the caller's, a sliding window, an
     offset of the softmax, more keys than queries), Megatron's own forward runs.
+
+    Args:
+        k_channels, v_channels: the widths of a head, as multi_latent_attention passes them.
+        others: as those of Megatron's.
+
+    Raises:
+        ValueError: the config asks for what this attention has not.
     """
+
+    def __init__(
+        self,
+        *args: Any,
+        k_channels: int | None = None,
+        v_channels: int | None = None,
+        **others: Any,
+    ) -> None:
+        config = others.get("config", args[0] if args else None)
+        for option, expected in {
+            "context_parallel_size": 1,
+            "qk_clip": False,
+            "log_max_attention_logit": False,
+        }.items():
+            if (value := getattr(config, option, expected)) != expected:
+                raise ValueError(
+                    f"{option}: expected {expected} with minifloat.megatron.backend(), whose "
+                    f"attention is torch's, got {value}"
+                )
+        super().__init__(*args, **others)
+        if v_channels is not None:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
 
     def forward(
         self,

@@ -147,6 +147,21 @@ def form_of(cls: type[nn.Module]) -> type[MegatronLinear]:
     return type(cls.__name__, (MegatronLinear, cls), members)
 
 
+# Options of a TransformerConfig that other layers have and converted ones would ignore.
+OF_TRANSFORMER_ENGINE = (
+    "fp8",
+    "fp4",
+    "quant_recipe",
+    "tp_comm_overlap",
+    "symmetric_ar_type",
+    "delay_wgrad_compute",
+    "cpu_offloading",
+    "use_te_activation_func",
+    "use_transformer_engine_op_fuser",
+    "use_kitchen",
+)
+
+
 def reason_against(module: Any) -> str | None:
     """Returns why a ColumnParallelLinear or RowParallelLinear cannot be converted; None: it can."""
     base = next(c for c in WEIGHT_DIMS if isinstance(module, c))
@@ -161,10 +176,12 @@ def reason_against(module: Any) -> str | None:
         return f"gtp_remat_size = {module.gtp_remat_size}: its weight is gathered in each forward"
     if getattr(module, "grad_output_buffer", None) is not None:
         return "defer_embedding_wgrad_compute: its weight's gradient is computed later"
-    for option in ("fp8", "fp4"):
-        if getattr(config, option, None):
+    if (graphs := getattr(config, "cuda_graph_impl", "none")) not in (None, "none"):
+        return f"cuda_graph_impl={graphs!r} of the TransformerConfig: expected 'none'"
+    for option in OF_TRANSFORMER_ENGINE:
+        if value := getattr(config, option, None):
             return (
-                f"{option}={getattr(config, option)!r} of the TransformerConfig is Transformer "
-                "Engine's; leave it None"
+                f"{option}={value!r} of the TransformerConfig is Transformer Engine's or Kitchen's;"
+                " leave it out"
             )
     return None

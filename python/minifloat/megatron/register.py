@@ -32,8 +32,8 @@ class MegatronLayers:
     def reason(self, module: nn.Module) -> str | None:
         if is_of_transformer_engine(module):
             return (
-                "a layer of Transformer Engine, which casts by itself; build the model with "
-                "Megatron's local spec, within minifloat.megatron.backend()"
+                "a layer of Transformer Engine, which casts by itself; build the spec and the "
+                "model within minifloat.megatron.backend()"
             )
         if isinstance(module, GroupedLinear):
             why, weights = module.reason(), module.weights
@@ -79,8 +79,19 @@ class MegatronLayers:
                     found[f"{name}.{i}"] = number - 1
         return found
 
-    def blocks(self, model: nn.Module) -> int | None:
-        return getattr(getattr(model, "config", None), "num_layers", None)
+    def blocks(self, model: nn.Module) -> tuple[str, int] | None:
+        blocks = getattr(getattr(model, "decoder", None), "layers", None)
+        has_list = isinstance(blocks, nn.ModuleList)
+        return ("decoder.layers", cast(Any, model).config.num_layers) if has_list else None
+
+    def stage(self, model: nn.Module) -> int | None:
+        group = getattr(getattr(model, "pg_collection", None), "pp", None)
+        if group is None and parallel_state.is_initialized():
+            group = parallel_state.get_pipeline_model_parallel_group()
+        if group is None or group.size() == 1:
+            return None
+        virtual = getattr(model, "vp_stage", None) or 0
+        return int(group.rank() + group.size() * virtual)
 
     def data_parallel_rank(self) -> int:
         if not parallel_state.is_initialized():

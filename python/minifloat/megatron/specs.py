@@ -67,10 +67,7 @@ class SpecProvider(BackendSpecProvider):  # type: ignore[misc]
         return None
 
     def linear(self) -> type:
-        raise NotImplementedError(
-            "multi_latent_attention: expected Megatron's local spec (use_transformer_engine=False) "
-            "with minifloat.megatron.backend(), got Transformer Engine's"
-        )
+        return ColumnParallelLinear  # whose outputs multi_latent_attention gathers
 
 
 class LocalProvider(SpecProvider):
@@ -83,12 +80,23 @@ class LocalProvider(SpecProvider):
         return None
 
 
+class NoLayer:
+    """A class without objects, where Megatron asks whether a layer is a TELinear."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        raise NotImplementedError(
+            "moe_latent_size: expected None with minifloat.megatron.backend(), whose modules have "
+            "no such layer but Transformer Engine's"
+        )
+
+
 # The names in Megatron's modules that build specs, where it looks its providers and norms up.
 REPLACED = {
     "LocalSpecProvider": LocalProvider,
     "TESpecProvider": SpecProvider,
     "LNImpl": Norm,
     "TENorm": Norm,
+    "TELinear": NoLayer,  # without Transformer Engine it is no class
 }
 # The modules of Transformer Engine in specs that Megatron builds when it is imported.
 MODULES = {

@@ -16,10 +16,13 @@ def clean_name(fqn: str) -> str:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Returns the model inside torch.compile and DistributedDataParallel."""
+    """Returns the model inside torch.compile, DistributedDataParallel and Megatron's wrappers."""
     while True:
+        is_megatrons = type(model).__module__.startswith("megatron.core.")
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
+        elif is_megatrons and list(model._modules) == ["module"]:
+            model = model.get_submodule("module")
         elif "_orig_mod" in model._modules:
             model = model.get_submodule("_orig_mod")
         else:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
 from torch import Tensor, nn
 
 from ..recipe import Recipe
-from .names import clean_name, join
+from .names import clean_name, join, unwrapped
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -112,8 +112,14 @@ class LibraryLayers(Protocol):
         Parts have their names in the module: "layers.0" -> 12.
         """
 
-    def blocks(self, model: nn.Module) -> int | None:
-        """Returns how many blocks the model has on all ranks; None: as many as on this one."""
+    def blocks(self, model: nn.Module) -> tuple[str, int] | None:
+        """Returns the name of a model's list of blocks, and how many it has on all ranks.
+
+        None: it has no such list.
+        """
+
+    def stage(self, model: nn.Module) -> int | None:
+        """Returns the number of the pipeline stage that a model is; None: it is a whole model."""
 
     def data_parallel_rank(self) -> int:
         """Returns this process's number among those with other tokens."""
@@ -143,12 +149,39 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or layers_of(module) is not None
 
 
+def first_of_library(model: nn.Module) -> tuple[LibraryLayers, nn.Module] | None:
+    """Returns the outermost module of a library, and who knows its layers; None: there is none."""
+    found = ((library_of(module), module) for module in model.modules())
+    return next(((library, module) for library, module in found if library is not None), None)
+
+
+def stage_of(model: nn.Module) -> int | None:
+    """Returns the number of the pipeline stage that a library's model is; None: it is none."""
+    found = first_of_library(unwrapped(model))
+    return None if found is None else found[0].stage(found[1])
+
+
+def stages_in(model: nn.Module) -> list[nn.Module]:
+    """Returns the stages of a pipeline that a model is, or that an nn.ModuleList has.
+
+    Empty: it is neither.
+    """
+    parts = list(model) if isinstance(model, nn.ModuleList) else [model]
+    return [] if any(stage_of(part) is None for part in parts) else list(map(unwrapped, parts))
+
+
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the modules of a model by the names that recipes and random bits go by.
 
-    Those are free of the names of wrappers. A block or an expert has its number among those of all
-    ranks.
+    Those are free of the names of wrappers, and of the number of a stage in an nn.ModuleList. A
+    block or an expert has its number among those of all ranks.
     """
+    for part in stages_in(model) or [model]:
+        yield from named_modules_of(part)
+
+
+def named_modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields those of a model that is no list of stages."""
     numbers: dict[str, int] = {}
     for raw_fqn, module in model.named_modules():
         if (library := library_of(module)) is not None:
@@ -203,11 +236,13 @@ class Selection:
     """What to convert, (name, reason) of the rest, and routers beside chosen experts.
 
     routers: module -> (name, reason).
+    unfit: the names of layers that cannot be converted, whatever the arguments say.
     """
 
     chosen: list[Choice]
     skipped: list[tuple[str, str]]
     routers: dict[nn.Module, tuple[str, str]] = field(default_factory=dict)
+    unfit: list[str] = field(default_factory=list)
 
 
 NamedModules = Sequence[tuple[str, nn.Module]]

@@ -26,7 +26,7 @@ from torch import nn
 from ...checks import require_one_of, require_text
 from ...recipe import Recipe, RecipeMap, glob_matches
 from ..names import join
-from ..registry import is_linear, library_of, named_modules
+from ..registry import first_of_library, is_linear, named_modules, stages_in
 from .heads import blocks_of, heads_of
 
 FilterFn = Callable[[nn.Module, str], bool]
@@ -122,6 +122,11 @@ class Filters:
         filter_fn: as that of mf.quantize_.
         keep: the policy's name.
 
+    Attributes:
+        is_stage: whether the model is a stage of a pipeline, or several: a text may match modules
+            of others.
+        unused: those texts.
+
     Raises:
         TypeError, ValueError: an argument is not as expected, or a text matches no module's name.
     """
@@ -146,8 +151,11 @@ class Filters:
         self.is_sized = AUTO_FILTER in names
         self.parts = [name for name in names if name != AUTO_FILTER]
         unused = [part for part in self.parts if not any(part in fqn for fqn in fqns)]
-        require_used("filter_fqns", "parts of names of this model's modules", unused, fqns)
-        require_globs(recipes, fqns)
+        self.is_stage = bool(stages_in(model))
+        self.unused = unused + unused_globs(recipes, fqns) if self.is_stage else []
+        if not self.is_stage:
+            require_used("filter_fqns", "parts of names of this model's modules", unused, fqns)
+            require_globs(recipes, fqns)
         require_one_of("keep", keep, KEEPS)
         heads = {} if keep == "nothing" else heads_of(model)
         self.heads = None if keep == "nothing" else tuple(heads)
@@ -174,9 +182,14 @@ class Filters:
         return None
 
 
+def unused_globs(recipes: RecipeMap, fqns: Sequence[str]) -> list[str]:
+    """Returns the globs of a recipe map that match no name of a module."""
+    return [g for g, _ in recipes.entries if not any(glob_matches(g, fqn) for fqn in fqns)]
+
+
 def require_globs(recipes: RecipeMap, fqns: Sequence[str]) -> None:
     """Raises ValueError where a glob of a recipe map matches no name of a module."""
-    unused = [g for g, _ in recipes.entries if not any(glob_matches(g, fqn) for fqn in fqns)]
+    unused = unused_globs(recipes, fqns)
     require_used("recipe", "globs of names of this model's modules", unused, fqns)
 
 
@@ -239,19 +252,19 @@ def kept_by(
 
     modules = {head: how for head, how in heads.items() if not is_in_map(head)}
     if keep == "nvfp4_paper":
-        blocks = blocks_of(model)
+        found = first_of_library(model)
+        of_library = found and found[0].blocks(found[1])
+        if of_library:  # whose stages of a pipeline have some of them
+            parent, every = of_library
+            blocks = [join(parent, str(i)) for i in range(every)]
+        else:
+            blocks = blocks_of(model)
         if not blocks:
             raise ValueError(
                 f'keep="{keep}": expected a model with numbered blocks (layers.0, layers.1, …), '
                 f"got {type(model).__name__} without; name layers in filter_fqns instead"
             )
-        library = library_of(model)
-        every = (library and library.blocks(model)) or len(blocks)
-        count = max(1, every * LAST_PERCENT // 100)
+        count = max(1, len(blocks) * LAST_PERCENT // 100)
         last = "block" if count == 1 else f"{count} blocks"
-        if every == len(blocks):
-            kept = blocks[-count:]
-        else:  # a stage of a pipeline, whose blocks have their numbers in the whole model
-            kept = [fqn for fqn in blocks if int(fqn.rpartition(".")[2]) >= every - count]
-        modules |= dict.fromkeys(kept, f"in the last {last} of {every}")
+        modules |= dict.fromkeys(blocks[-count:], f"in the last {last} of {len(blocks)}")
     return {name: f'keep="{keep}": {what}' for name, what in modules.items()}

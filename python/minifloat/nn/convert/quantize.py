@@ -30,7 +30,7 @@ from ..linear import (
 )
 from ..linear_state import LinearState
 from ..names import unwrapped
-from ..registry import CODES, COMPUTE_DTYPE, expert_functions, layers_of, library_of
+from ..registry import CODES, COMPUTE_DTYPE, expert_functions, first_of_library, layers_of
 from ..shared_amax import GATHERED_WHOLE, SHARE_AMAX, find_groups
 from ..state.model_state import (
     require_same_random_state,
@@ -111,8 +111,9 @@ def quantize_(
         seed: of stochastic rounding, 64 bits with sign. It is mixed with data_parallel_rank, and
             with each layer's name in `model`. Parts of a model that are converted one by one, and
             that have layers of equal names, need a seed each: mf.step raises an error otherwise.
-        data_parallel_rank: at least 0; None: torch.distributed's rank, or Megatron-Core's for its
-            layers. Ranks that share data (tensor or sequence parallel) need the same number.
+        data_parallel_rank: at least 0; None: torch.distributed's rank, of Megatron-Core's models
+            that of its data-parallel group. Ranks that share data (tensor or sequence parallel)
+            need the same number.
         delayed_scaling: how scales follow from the amaxes of earlier steps, of recipes with delayed
             scaling.
         fuse: whether feed-forwards become one op (docs/memory.md), as an mf.MLP always does.
@@ -161,15 +162,14 @@ def quantize_(
             "share_amax: expected primary=False and recompute=None with it, got "
             f"primary={primary}, recompute={recompute!r}"
         )
-    libraries = filter(None, map(library_of, model.modules()))
-    if data_parallel_rank is None and (library := next(libraries, None)) is not None:
-        data_parallel_rank = library.data_parallel_rank()
+    if data_parallel_rank is None and (found := first_of_library(model)) is not None:
+        data_parallel_rank = found[0].data_parallel_rank()
     recipe_map, policy = read_recipe(recipe, keep)
     filters = Filters(model, recipe_map, filter_fqns, filter_fn, policy)
     selection = select(
         model, filters, expert_functions.select(model, filters, experts, primary), primary
     )
-    require_chosen(selection)
+    require_chosen(selection, filters)
     if any(choice.recipe.is_stochastic for choice in selection.chosen):
         require_same_random_state(model, seed, data_parallel_rank)
     groups = find_groups(model, selection.chosen) if share_amax else {}
@@ -210,6 +210,9 @@ def quantize_(
         share_random_state(model, layers, seed, data_parallel_rank)
         share_inputs(model, {m: m.recipe for m in layers if isinstance(m, Linear)})
         notes = disable_fast_paths_in(model)
+        notes += [
+            (text, "matches nothing in this stage of the pipeline") for text in filters.unused
+        ]
         undo.callback(restore_mlps, model, mlps_of(model))
         fused, not_fused = convert_mlps(model, all_classes=fuse)
         undo.pop_all()

@@ -51,7 +51,8 @@ class Report:
             weights that other modules multiply with.
         gather: name -> how FSDP2 gathers the weight; printed where torch.distributed is in use.
         notes: (name, sentence) of each other module whose behaviour changes, such as a fast path
-            that is off.
+            that is off, and of each text of an argument that matches nothing in a stage of a
+            pipeline.
         fused: (name, sentence) of each feed-forward that is one op.
         not_fused: (name, reason) of each that could be expected to be.
         heads: the names of heads, whether they stay or the recipe map names them; empty: none was
@@ -214,7 +215,10 @@ def select(model: nn.Module, filters: Filters, experts: Selection, primary: bool
     ) -> str | None:
         if module in routers:
             return routers[module][1]
-        why = reason_of_kind(module, library, module in read_past) or filters.reason(module, fqn)
+        if (why := reason_of_kind(module, library, module in read_past)) is not None:
+            out.unfit.append(fqn)
+            return why
+        why = filters.reason(module, fqn)
         if why is None and primary and recipe is not None:
             why = reason_against_primary(module.weight, recipe, owners)
         return why
@@ -237,9 +241,13 @@ def select(model: nn.Module, filters: Filters, experts: Selection, primary: bool
     return out
 
 
-def require_chosen(selection: Selection) -> None:
-    """Raises ValueError, with every reason and its count, where there is nothing to convert."""
-    if selection.chosen:
+def require_chosen(selection: Selection, filters: Filters) -> None:
+    """Raises ValueError, with every reason and its count, where there is nothing to convert.
+
+    A stage of a pipeline may have none, where other stages have the layers that a filter leaves.
+    """
+    converts_nothing = all(recipe.text == "bf16" for _, recipe in filters.recipes.entries)
+    if selection.chosen or (filters.is_stage and not selection.unfit and not converts_nothing):
         return
     names: dict[str, list[str]] = {}
     for fqn, why in selection.skipped:

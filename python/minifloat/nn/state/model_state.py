@@ -21,7 +21,7 @@ from ..._native import ops
 from ...checks import require_module
 from ...private_torch import copy_all_
 from ..names import PRODUCT, clean_name, join, unwrapped
-from ..registry import distributed_functions, expert_functions
+from ..registry import distributed_functions, expert_functions, stages_in
 from .random_state import (
     RngState,
     add_hooks,
@@ -276,23 +276,27 @@ def share_random_state(
 ) -> None:
     """Gives one RngState, and the hooks that advance it, to the layers with stochastic rounding.
 
-    All layers keep a number of their names, by which mf.step knows stages of one model.
+    All layers keep a number of their names, by which mf.step knows stages of one model. Stages of a
+    library's pipeline have a state each, as they have on ranks of their own.
     """
     conversion = ops.stream("\n".join(layer.fqn for layer in layers))
     for layer in layers:
         layer.conversion = conversion
-    stochastic = [m for m in layers if m.recipe.is_stochastic]
-    if not stochastic:
-        return
-    state = state_of(root)
-    if state is None:
-        if (unused := find_hook(root)) is not None:
-            for module in root.modules():
-                remove_hooks(module, [h for h in hooks_of(module) if h.state is not unused.state])
-        state = RngState(seed, data_parallel_rank)
-    add_hooks(root, state, stochastic)
-    for layer in stochastic:
-        draw_from(layer, state)
+    for part in stages_in(root) or [root]:
+        inner = set(part.modules())
+        stochastic = [m for m in layers if m.recipe.is_stochastic and m in inner]
+        if not stochastic:
+            continue
+        state = state_of(part)
+        if state is None:
+            if (unused := find_hook(part)) is not None:
+                for module in part.modules():
+                    kept = [h for h in hooks_of(module) if h.state is not unused.state]
+                    remove_hooks(module, kept)
+            state = RngState(seed, data_parallel_rank)
+        add_hooks(part, state, stochastic)
+        for layer in stochastic:
+            draw_from(layer, state)
 
 
 def state_of(root: nn.Module) -> RngState | None:
@@ -304,13 +308,12 @@ def state_of(root: nn.Module) -> RngState | None:
 
 def require_same_random_state(root: nn.Module, seed: int, data_parallel_rank: int | None) -> None:
     """Checks that seed and rank equal those of an earlier mf.quantize_ of the same root."""
-    state = state_of(root)
-    if state is None:
-        return
     rank = distributed_rank() if data_parallel_rank is None else data_parallel_rank
+    states = [state for part in stages_in(root) or [root] if (state := state_of(part)) is not None]
     for name, present, value in (
-        ("seed", state.seed, seed),
-        ("data_parallel_rank", state.rank, rank),
+        row
+        for state in states
+        for row in (("seed", state.seed, seed), ("data_parallel_rank", state.rank, rank))
     ):
         if value != present:
             raise ValueError(
