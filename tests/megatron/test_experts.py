@@ -84,6 +84,34 @@ def check_products(rank):
     assert [id(b) for b in biases] == [id(late.get_parameter(f"bias{i}")) for i in range(EXPERTS)]
 
 
+def check_codes(rank):
+    """Checks that experts that are codes have the results of casting their weights."""
+    models.begin()
+    counts, x, g = [32, 0, 7, 25], torch.randn(64, 128), torch.randn(64, 96)
+    for recipe in ("fp8_tensorwise", "fp8_blockwise", "mxfp8_2d", "nvfp4"):
+        results = []
+        for primary in (False, True):
+            torch.manual_seed(3)
+            layer = grouped_layer("Column", 128, 96)
+            values = [w.detach().clone() for w in layer.weights]
+            model = nn.ModuleDict({"experts": layer})
+            keeps = {"primary": primary, "keep_high_precision_init": primary}
+            mf.quantize_(model, recipe, **keeps)
+            mine = x.clone().requires_grad_()
+            y, _ = layer(mine, counts)
+            y.backward(g)
+            results.append([y.detach(), mine.grad, *(w.grad for w in layer.weights)])
+        for cast, codes in zip(*results):
+            assert torch.equal(cast, codes), recipe
+        for w, value in zip(layer.weights, values):
+            assert isinstance(w, mf.QuantizedTensor)
+            assert torch.equal(w.get_high_precision_init_val(), value)
+            assert w.partition_dim == 0
+        mf.restore_(model)
+        assert not any(isinstance(w, mf.QuantizedTensor) for w in layer.weights)
+        layer(x, counts)
+
+
 def check_memory(rank):
     """Checks that weights that lie together are not copied, nor are those in Megatron's buffers."""
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -129,6 +157,7 @@ def check_states(rank):
 
 def check_one(rank):
     check_products(rank)
+    check_codes(rank)
     check_memory(rank)
     check_states(rank)
 

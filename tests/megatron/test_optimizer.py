@@ -214,17 +214,18 @@ def check_losses(rank, tensor_parallel, recipes, options):
 
 def check_experts(rank):
     """Experts that ranks divide have an optimizer of their own, beside that of dense layers."""
-    for recipe in ("fp8_tensorwise", "mxfp8_2d"):
+    for recipe, is_grouped in (("fp8_tensorwise", False), ("mxfp8_2d", True)):
         state = begin(expert_model_parallel_size=2)
         model = {
             "num_moe_experts": 4,
             "moe_ffn_hidden_size": WIDTH,
             "moe_token_dispatcher_type": "allgather",
             "expert_model_parallel_size": 2,
+            "moe_grouped_gemm": is_grouped,
         }
         plain, held = (Job(recipe, holds, model=model, **OVERLAPS) for holds in (False, True))
         plain.same_layers = held.same_layers = state.get_expert_data_parallel_group()
-        weights = [layer.weight for layer in linear_layers(held.model)]
+        weights = [p for p in held.model.parameters() if isinstance(p, mf.QuantizedTensor)]
         assert len(weights) == 2 * (2 + 2 * 2)
         assert not any(hasattr(w, "get_high_precision_init_val") for w in weights)  # freed
         assert len(held.optimizer.chained_optimizers) == 2

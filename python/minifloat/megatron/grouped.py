@@ -10,7 +10,7 @@ them together.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from megatron.core.dist_checkpointing.utils import replace_prefix_for_sharding
@@ -25,21 +25,30 @@ from torch import Tensor, nn
 from .._native import ops
 from ..nn.convert.selection import already_converted
 from ..nn.grouped_product import GroupedProduct, ProductCall
+from ..nn.linear import dequantize_parameters
+from ..nn.linear_state import needs_gradient
 from ..nn.names import PRODUCT
 from ..nn.state.random_state import require_shared_seed
 from ..nn.state.recipe_state import DelayedScaling
 from ..recipe import Recipe
-from .linear import drop_extra_state
+from ..tensor.quantized_tensor import QuantizedTensor
+from .linear import drop_extra_state, reason_of_config
 
 NAME = "weight" + PRODUCT  # of the child that has the recipe's state
 
 
 class TogetherWeights(torch.autograd.Function):
-    """Returns the weights (N, K) of E experts as one (E, N, K), and gives each its gradient."""
+    """Returns the weights (N, K) of E experts as one (E, N, K), and gives each its gradient.
+
+    In place of weights that are codes it returns one NaN: the product reads the codes.
+    """
 
     @staticmethod
     def forward(ctx: Any, *weights: Tensor) -> Tensor:
         first, (n, k) = weights[0], weights[0].shape
+        if isinstance(first, QuantizedTensor):
+            nan = torch.full((), float("nan"), dtype=first.dtype, device=first.device)
+            return nan.expand(len(weights), n, k)
         size = n * k * first.element_size()
         if all(
             w.is_contiguous() and w.data_ptr() == first.data_ptr() + i * size
@@ -180,7 +189,7 @@ class GroupedLinear(nn.Module):
     def multiply(self, x: Tensor, b_EKN: Tensor, offs_E: Tensor, bias_EN: Tensor | None) -> Tensor:
         """Computes the grouped product, on this rank's shard of the weights."""
         product = self.product
-        call = ProductCall() if product is None else call_of(product, x)
+        call = ProductCall() if product is None else call_of(product, x, self.weights)
         if product is None or self.tp_group.size() == 1:
             return call.multiply(x, b_EKN, offs_E, None, bias_EN)
         if product.rng_state is not None:
@@ -199,6 +208,7 @@ class GroupedLinear(nn.Module):
             rng=call.rng,
             amax_history=call.amax_history,
             stream=call.stream,
+            weight_operands=call.operands,
             recompute=call.recompute,
         )
 
@@ -210,7 +220,9 @@ class GroupedLinear(nn.Module):
     def reason(self) -> str | None:
         """Returns why the layers cannot be converted; None where they can."""
         product = self.product
-        return None if product is None else already_converted(product.recipe)
+        if product is not None:
+            return already_converted(product.recipe)
+        return reason_of_config(self.config)
 
     def convert(self, recipe: Recipe, fqn: str, delayed: DelayedScaling) -> GroupedProduct:
         """Begins to multiply under a recipe, and returns what has its state."""
@@ -225,6 +237,7 @@ class GroupedLinear(nn.Module):
 
     def restore(self) -> None:
         """Multiplies in high precision again."""
+        dequantize_parameters(self)
         self._modules.pop(NAME, None)
 
     def get_extra_state(self) -> None:
@@ -284,14 +297,25 @@ class GroupedLinear(nn.Module):
         return f"{self.num_gemms} x ({self.in_features}, {self.out_features}){recipe}"
 
 
-def call_of(product: GroupedProduct, x: Tensor) -> ProductCall:
+def call_of(product: GroupedProduct, x: Tensor, weights: Sequence[Tensor]) -> ProductCall:
     """Returns the arguments of a forward now. Nothing is cached of weights that lie in buffers."""
+    operands = None
+    if isinstance(weights[0], QuantizedTensor):
+        columnwise = needs_gradient(x)
+        each = [cast(QuantizedTensor, w).operands(product.recipe, columnwise) for w in weights]
+        operands = [together(parts) for parts in zip(*each)]
     return ProductCall(
         product.recipe.text,
+        operands=operands,
         first_expert=product.first_expert,
         recompute=product.recompute,
         **product.op_state(x.device),
     )
+
+
+def together(parts: Sequence[Tensor]) -> Tensor:
+    """Returns parts of the experts' operands as one; an empty one where they are not there."""
+    return parts[0] if parts[0].numel() == 0 else torch.stack(list(parts))
 
 
 class ColumnParallelGroupedLinear(GroupedLinear):

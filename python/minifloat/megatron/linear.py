@@ -165,7 +165,6 @@ OF_TRANSFORMER_ENGINE = (
 def reason_against(module: Any) -> str | None:
     """Returns why a ColumnParallelLinear or RowParallelLinear cannot be converted; None: it can."""
     base = next(c for c in WEIGHT_DIMS if isinstance(module, c))
-    config = module.config
     if "forward" in module.__dict__ or "_forward_impl" in module.__dict__:
         return "its forward is replaced on the instance"
     if type(module)._forward_impl is not base._forward_impl:
@@ -176,6 +175,11 @@ def reason_against(module: Any) -> str | None:
         return f"gtp_remat_size = {module.gtp_remat_size}: its weight is gathered in each forward"
     if getattr(module, "grad_output_buffer", None) is not None:
         return "defer_embedding_wgrad_compute: its weight's gradient is computed later"
+    return reason_of_config(module.config)
+
+
+def reason_of_config(config: Any) -> str | None:
+    """Returns the option of a TransformerConfig that converted layers would ignore; None: none."""
     if (graphs := getattr(config, "cuda_graph_impl", "none")) not in (None, "none"):
         return f"cuda_graph_impl={graphs!r} of the TransformerConfig: expected 'none'"
     for option in OF_TRANSFORMER_ENGINE:

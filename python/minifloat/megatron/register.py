@@ -43,6 +43,11 @@ class MegatronLayers:
             why = f"its weight is {dtype}; expected float32 or bfloat16"
         return why
 
+    def weights(self, module: nn.Module) -> tuple[str, ...]:
+        if isinstance(module, GroupedLinear):
+            return tuple(f"weight{i}" for i in range(module.num_gemms))
+        return ("weight",)
+
     def convert(self, choice: Choice, delayed: DelayedScaling) -> list[Any]:
         module: Any = choice.module
         is_divided = module.is_expert and module.config.expert_model_parallel_size > 1

@@ -97,6 +97,9 @@ class LibraryLayers(Protocol):
     def reason(self, module: nn.Module) -> str | None:
         """Returns why a layer cannot be converted; None where it can."""
 
+    def weights(self, module: nn.Module) -> tuple[str, ...]:
+        """Returns the names of the parameters that a layer multiplies with."""
+
     def convert(self, choice: Choice, delayed: Any) -> list[Any]:
         """Converts a layer, and returns what has its state."""
 
@@ -225,10 +228,15 @@ class Choice:
         return [self.module.get_parameter(name) for name in self.names]
 
     @property
+    def is_of_experts(self) -> bool:
+        """Whether it is an experts module with 3D parameters."""
+        return self.library is None and not isinstance(self.module, nn.Linear)
+
+    @property
     def rows(self) -> list[str]:
         """The names of the rows of a report: the layer's, or those of 3D parameters."""
-        is_layer = isinstance(self.module, nn.Linear) or self.library is not None
-        return [self.fqn] if is_layer else [join(self.fqn, name) for name in self.names]
+        is_3d = self.is_of_experts
+        return [join(self.fqn, name) for name in self.names] if is_3d else [self.fqn]
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def quantize_(
                 if primary:
                     choice.library.hold_codes()
                 new: list[RecipeState] = choice.library.convert(choice, delayed_scaling)
-            elif isinstance(choice.module, nn.Linear):
+            elif not choice.is_of_experts:
                 layer = adopt(choice.module, choice.recipe, choice.fqn, delayed_scaling, plan)
                 layer.amax_group = groups.get(choice.fqn)
                 new = [layer]
@@ -204,8 +204,8 @@ def quantize_(
                 state.recompute = recompute or ""
                 if isinstance(state, LinearState):
                     state.accumulate = accumulate or state.accumulate
-                    if primary:
-                        make_primary(state, choice.names, choice.recipe, keep_high_precision_init)
+            if primary and not choice.is_of_experts:
+                make_primary(choice.module, choice.names, choice.recipe, keep_high_precision_init)
             layers += new
         share_random_state(model, layers, seed, data_parallel_rank)
         share_inputs(model, {m: m.recipe for m in layers if isinstance(m, Linear)})
@@ -267,6 +267,7 @@ def revert(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> Non
     if isinstance(module, Linear):
         restore_linear(module)
     elif (library := layers_of(module)) is not None:
+        module._parameters.update(parameters)
         library.restore(module)
     elif not isinstance(module, nn.Linear):
         expert_functions.revert(module)

@@ -220,7 +220,9 @@ def select(model: nn.Module, filters: Filters, experts: Selection, primary: bool
             return why
         why = filters.reason(module, fqn)
         if why is None and primary and recipe is not None:
-            why = reason_against_primary(module.weight, recipe, owners)
+            weights = (module.get_parameter(name) for name in names_of(module, library))
+            whys = (reason_against_primary(weight, recipe, owners) for weight in weights)
+            why = next(filter(None, whys), None)
         return why
 
     for fqn, module in named_modules(model):
@@ -232,13 +234,18 @@ def select(model: nn.Module, filters: Filters, experts: Selection, primary: bool
         if why_not is not None:
             out.skipped.append((fqn, why_not))
         elif recipe is not None:
-            kind = type(module)
-            out.chosen.append(Choice(fqn, module, ("weight",), recipe, kind, library=library))
+            names, kind = names_of(module, library), type(module)
+            out.chosen.append(Choice(fqn, module, names, recipe, kind, library=library))
     out.skipped.extend(row for m, row in routers.items() if not isinstance(m, nn.Linear))
     out.skipped.extend(skipped_kinds(model))
     out.skipped.extend(experts.skipped)
     out.chosen.extend(experts.chosen)
     return out
+
+
+def names_of(module: nn.Module, library: LibraryLayers | None) -> tuple[str, ...]:
+    """Returns the names of the parameters that a layer multiplies with."""
+    return ("weight",) if library is None else library.weights(module)
 
 
 def require_chosen(selection: Selection, filters: Filters) -> None:
