@@ -29,8 +29,9 @@ from ..nn.linear import dequantize_parameters
 from ..nn.linear_state import needs_gradient
 from ..nn.names import PRODUCT
 from ..nn.state.random_state import require_shared_seed
-from ..nn.state.recipe_state import DelayedScaling
+from ..nn.state.recipe_state import DelayedScaling, quantized_again, require_primary_dtype
 from ..recipe import Recipe
+from ..tensor.attributes import attributes_kept
 from ..tensor.quantized_tensor import QuantizedTensor
 from .linear import drop_extra_state, reason_of_config
 
@@ -239,6 +240,19 @@ class GroupedLinear(nn.Module):
         """Multiplies in high precision again."""
         dequantize_parameters(self)
         self._modules.pop(NAME, None)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
+        """Moves the layers, whose weights may be codes and keep Megatron's attributes."""
+        before = dict(self._parameters)
+        if (product := self.product) is not None:
+            for weight in self.weights:
+                require_primary_dtype(product.fqn, fn, weight)
+        with attributes_kept(self, before):
+            super()._apply(fn, recurse)
+            for name, old in before.items():
+                if (codes := quantized_again(old, self.get_parameter(name))) is not None:
+                    setattr(self, name, codes)
+        return self
 
     def get_extra_state(self) -> None:
         """Returns None, as Megatron's own layers do: Transformer Engine's have scales there."""
