@@ -29,7 +29,7 @@ from tests.support.worlds import last_words, run_world
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
-RANKS = {"memory.md": 2, "distributed.md": 4, "moe.md": 2, "zero.md": 2}
+RANKS = {"memory.md": 2, "distributed.md": 4, "moe.md": 2, "zero.md": 2, "megatron.md": 1}
 # (page, section; None: all of them) -> why its blocks do not run here.
 EXCEPTIONS = {
     (
@@ -40,6 +40,10 @@ EXCEPTIONS = {
         "distributed.md",
         "A step in a CUDA graph",
     ): "it needs a CUDA device; tests/gpu/test_sharded_graphs.py captures such steps",
+    (
+        "megatron.md",
+        "HybridModel",
+    ): "it needs megatron-core 0.19; tests/megatron/test_layers.py builds such a model",
 }
 
 SUFFIXES = {"python": ".py", "cpp": ".cpp", "toml": ".toml"}
@@ -240,6 +244,38 @@ def given_of_lightning() -> Given:
     return {"module": Reverser(), "data": DataLoader([(x[0], x[1])], batch_size=None)}
 
 
+def given_of_megatron() -> Given:
+    """Returns a small config of Llama's form, a model of it, and a batch."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.support import megatron_models as models
+
+    models.begin()
+    import minifloat.megatron
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    config = models.config()
+    tokens, positions, labels = models.batch(0)
+    sizes = {"vocab_size": models.VOCABULARY, "hidden_size": config.hidden_size}
+    sizes |= {"intermediate_size": config.ffn_hidden_size, "num_attention_heads": 4}
+    return {
+        "minifloat": minifloat,
+        "GPTModel": GPTModel,
+        "get_gpt_decoder_block_spec": get_gpt_decoder_block_spec,
+        "config": config,
+        "model": models.build(config),
+        "recipe": "mxfp8",
+        "vocab_size": models.VOCABULARY,
+        "max_sequence_length": models.TOKENS,
+        "tokens": tokens,
+        "positions": positions,
+        "labels": labels,
+        "LlamaForCausalLM": LlamaForCausalLM,
+        "llama_config": LlamaConfig(**sizes, num_hidden_layers=config.num_layers),
+    }
+
+
 # (page, section; None: all of them) -> what is given besides given_anywhere.
 GIVEN: dict[tuple[str, str | None], Callable[[], Given]] = {
     ("README.md", None): given_of_readme,
@@ -250,6 +286,7 @@ GIVEN: dict[tuple[str, str | None], Callable[[], Given]] = {
     ("clients.md", "Lightning"): given_of_lightning,
     ("distributed.md", "Tensor and sequence parallel"): given_of_tensor_parallelism,
     ("inspector.md", None): given_of_inspector,
+    ("megatron.md", None): given_of_megatron,
     ("moe.md", None): given_of_experts,
     ("publish.md", None): given_converted,
     ("serve.md", None): given_converted,
