@@ -111,15 +111,31 @@ class MegatronLinear(LinearState):
 
     def set_extra_state(self, state: Any) -> None:
         """Drops the scales and histories that Transformer Engine saved beside a weight."""
-        if isinstance(state, Tensor) and state.numel() > 0:
-            warnings.warn(
-                f"minifloat: {self.fqn}: _extra_state is that of Transformer Engine's scaling, and "
-                "is not loaded; mf.load_training_state loads minifloat's",
-                stacklevel=2,
-            )
+        is_empty = state is None or (isinstance(state, Tensor) and state.numel() == 0)
+        if is_empty or not warns_now(self):
+            return
+        warnings.warn(
+            "minifloat: _extra_state of the checkpoint is that of Transformer Engine's scaling, "
+            "and is not loaded; mf.load_training_state loads minifloat's",
+            stacklevel=2,
+        )
 
     def __repr__(self) -> str:
         return f"{super().__repr__()[:-1]}, recipe={self.recipe.text!r})"
+
+
+# Conversion of a model -> its layers that a load has visited.
+visited: dict[int, set[str]] = {}
+
+
+def warns_now(layer: LinearState) -> bool:
+    """Tells whether a layer is the first of its model that a load visits."""
+    names = visited.setdefault(layer.conversion, set())
+    is_first = not names or layer.fqn in names
+    if is_first:
+        names.clear()
+    names.add(layer.fqn)
+    return is_first
 
 
 WEIGHT_DIMS = {ColumnParallelLinear: 0, RowParallelLinear: 1}
