@@ -6,6 +6,7 @@ loss(model, step)           of a batch that follows from the step and the data-p
 """
 
 import multiprocessing
+import queue
 import sys
 import warnings
 from functools import cache
@@ -158,15 +159,20 @@ def sharded(model):
 
 
 def save(model, folder):
-    """Saves a model of all ranks to a new folder."""
+    """Saves a model of all ranks to a folder; a model, or what `sharded` returned of one."""
     from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    # Megatron's writer has a process of its own, which those of a test may not have.
-    multiprocessing.current_process()._config["daemon"] = False
+    # Megatron's queue of results has a process of its own, which would outlive those of a test.
+    results = queue.Queue()
+    for name in ("_get_write_results_queue", "get_write_results_queue"):  # of 0.16, of 0.19
+        if hasattr(filesystem_async, name):
+            setattr(filesystem_async, name, lambda: results)
+    multiprocessing.current_process()._config["daemon"] = False  # its writer is a process too
     if dist.get_rank() == 0:
-        Path(folder).mkdir()
+        Path(folder).mkdir(exist_ok=True)
     dist.barrier()
-    dist_checkpointing.save(sharded(model), folder)
+    dist_checkpointing.save(model if isinstance(model, dict) else sharded(model), folder)
 
 
 def load(model, folder):

@@ -119,12 +119,13 @@ class MegatronLinear(LinearState):
 
 def drop_extra_state(state: Any) -> None:
     """Drops the scales and histories that Transformer Engine saved beside a weight."""
-    if isinstance(state, Tensor) and state.numel() > 0:
-        warnings.warn(  # once: Python shows a text of one line of code once
-            "minifloat: _extra_state is that of Transformer Engine's scaling, and is not loaded; "
-            "mf.load_training_state loads minifloat's",
-            stacklevel=2,
-        )
+    if state is None or (isinstance(state, Tensor) and state.numel() == 0):
+        return
+    warnings.warn(  # of all layers here, so that Python shows it once
+        "minifloat: _extra_state is that of Transformer Engine's scaling, and is not loaded; "
+        "mf.load_training_state loads minifloat's",
+        stacklevel=1,
+    )
 
 
 WEIGHT_DIMS = {ColumnParallelLinear: 0, RowParallelLinear: 1}
