@@ -23,6 +23,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from .._native import ops
+from ..moe.convert.experts import require_recipe
 from ..nn.convert.selection import already_converted
 from ..nn.grouped_product import GroupedProduct, ProductCall
 from ..nn.linear import dequantize_parameters
@@ -175,8 +176,16 @@ class GroupedLinear(nn.Module):
 
         Returns:
             (rows, N), and the biases where the caller adds them.
+
+        Raises:
+            ValueError: tokens_per_expert is not of E counts, or they have another sum.
         """
         counts = torch.as_tensor(tokens_per_expert, dtype=torch.int32, device="cpu")
+        if counts.shape != (self.num_gemms,) or counts.sum() != x.shape[0]:
+            raise ValueError(
+                f"tokens_per_expert: expected {self.num_gemms} counts with the sum {x.shape[0]}, "
+                f"the rows of x, got {counts.tolist()}"
+            )
         offs = counts.cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
         weight: Tensor = TogetherWeights.apply(*self.weights)
         bias = None
@@ -220,13 +229,15 @@ class GroupedLinear(nn.Module):
 
     def reason(self) -> str | None:
         """Returns why the layers cannot be converted; None where they can."""
-        product = self.product
-        if product is not None:
+        if (product := self.product) is not None:
             return already_converted(product.recipe)
+        if "forward" in self.__dict__:
+            return "its forward is replaced on the instance"
         return reason_of_config(self.config)
 
     def convert(self, recipe: Recipe, fqn: str, delayed: DelayedScaling) -> GroupedProduct:
         """Begins to multiply under a recipe, and returns what has its state."""
+        require_recipe(fqn, recipe)
         first = self.ep_group.rank() * self.num_gemms
         weight = self.weights[0].detach().expand(self.num_gemms, -1, -1)
         # Ranks that cut the experts draw by the number of the first one in the name.

@@ -17,6 +17,7 @@ from ..nn.state.recipe_state import WEIGHT_DTYPES, DelayedScaling
 from .codes import gather_codes
 from .grouped import GroupedLinear
 from .linear import WEIGHT_DIMS, form_of, reason_against
+from .versions import LEGACY_EXPERTS
 
 TRANSFORMER_ENGINE = "transformer_engine"
 PARALLEL = tuple(WEIGHT_DIMS)
@@ -26,7 +27,7 @@ class MegatronLayers:
     """The registry's LibraryLayers for Megatron-Core."""
 
     def is_layer(self, module: nn.Module) -> bool:
-        is_own = isinstance(module, (*PARALLEL, GroupedLinear))
+        is_own = isinstance(module, (*PARALLEL, GroupedLinear, *LEGACY_EXPERTS))
         return is_own or is_of_transformer_engine(module)
 
     def reason(self, module: nn.Module) -> str | None:
@@ -34,6 +35,11 @@ class MegatronLayers:
             return (
                 "a layer of Transformer Engine, which casts by itself; build the spec and the "
                 "model within minifloat.megatron.backend()"
+            )
+        if isinstance(module, LEGACY_EXPERTS):
+            return (
+                "experts that multiply by the package grouped_gemm; build the model within "
+                "minifloat.megatron.backend(), or with moe_grouped_gemm=False"
             )
         if isinstance(module, GroupedLinear):
             why, weights = module.reason(), module.weights

@@ -29,6 +29,8 @@ def require_version() -> tuple[int, int]:
 VERSION = require_version()
 # 0.16: experts are a module and its submodules. Later: one function that builds them.
 IS_A_PAIR = hasattr(backends, "GroupedMLP")
+# 0.16: experts with two 2D parameters, weight1 and weight2.
+LEGACY_EXPERTS = (experts.GroupedMLP,) if IS_A_PAIR else ()
 
 # 0.16's buffers have a byte for each element of a weight that is codes.
 HAS_4_BIT_BUFFERS = hasattr(fp4_utils, "modify_nvfp4_rowwise_storage")
