@@ -167,6 +167,8 @@ def check_export():
     mf.quantize_(model, "mxfp8")
     with pytest.raises(ValueError, match=r"export: .* got GPTModel of Megatron-Core; convert it"):
         mf.export(model, "/nowhere")
+    with pytest.raises(ValueError, match=r"inspect: .* got GPTModel of Megatron-Core; convert it"):
+        mf.inspect(model, None)
 
 
 def check(rank):
