@@ -24,6 +24,7 @@ def test_one_process_loads_nothing_of_torch_distributed_or_the_compiler():
     of_torch = [name for name in found if name.startswith(("torch.distributed", "torch._dynamo"))]
     assert of_torch == []
     assert "minifloat.distributed.tensor_parallel.dtensor" not in found
+    assert [name for name in found if "megatron" in name] == []
 
 
 def test_every_function_is_registered():

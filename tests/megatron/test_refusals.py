@@ -162,8 +162,18 @@ def check_version():
     assert require_version() == tuple(map(int, known.split(".")[:2]))
 
 
+def check_export():
+    model = build(config())
+    mf.quantize_(model, "mxfp8")
+    with pytest.raises(ValueError, match=r"export: .* got GPTModel of Megatron-Core; convert it"):
+        mf.export(model, "/nowhere")
+    with pytest.raises(ValueError, match=r"inspect: .* got GPTModel of Megatron-Core; convert it"):
+        mf.inspect(model, None)
+
+
 def check(rank):
     begin()
+    check_export()
     check_ignored()
     check_not_built()
     check_layers()

@@ -22,6 +22,7 @@ from ..checks import require_module
 from ..moe.layer import Experts
 from ..nn.convert.heads import heads_of
 from ..nn.names import unwrapped
+from ..nn.registry import first_of_library
 from ..nn.state.recipe_state import converted
 from ..recipe import Recipe, operand_names
 from ..spec import Spec
@@ -92,8 +93,9 @@ def inspect(
 
     Raises:
         TypeError: `model` is no module, or a recipe is no text.
-        ValueError: a text is no recipe, there is no layer or no recipe, the loss is no scalar, or
-            autograd gives no gradients: under inference_mode, through a reentrant checkpoint.
+        ValueError: a text is no recipe, there is no layer or no recipe, the loss is no scalar, the
+            model is Megatron-Core's, or autograd gives no gradients: under inference_mode, through
+            a reentrant checkpoint.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -103,6 +105,11 @@ def inspect(
         [('mxfp8', '4%'), ('nvfp4', '15%')]
     """
     model = unwrapped(require_module("inspect", model))
+    if first_of_library(model) is not None:
+        raise ValueError(
+            f"inspect: expected linear layers of torch, got {type(model).__name__} of "
+            "Megatron-Core; convert it to Hugging Face's first"
+        )
     reshard(model)
     own = recipes is None and bool(converted(model))
     if isinstance(recipes, (str, Recipe)):
