@@ -246,6 +246,8 @@ def check_bits(rank):
             str(2 * rank + 1),
         }
         losses_of(model)
+        mf.step(model)  # compares what all ranks have
+        mf.step(model, dist.group.WORLD)
         model = build(config_of(moe_grouped_gemm=is_grouped), "te")
         with pytest.raises(ValueError, match="expert_model_parallel_size"):
             mf.quantize_(model, "fp8_delayed")

@@ -62,13 +62,16 @@ class MegatronLayers:
                 f"{choice.fqn}: expected a recipe without delayed scaling for experts that ranks "
                 f"divide (expert_model_parallel_size), got {choice.recipe}"
             )
+        state: Any
         if isinstance(module, GroupedLinear):
-            return [module.convert(choice.recipe, choice.fqn, delayed)]
-        form = form_of(cast(Any, type(module)))
-        layer = adopt(module, choice.recipe, choice.fqn, delayed, form=form)
-        if module.config.gradient_accumulation_fusion:
-            layer.accumulate = MAIN_GRAD
-        return [layer]
+            state = module.convert(choice.recipe, choice.fqn, delayed)
+        else:
+            form = form_of(cast(Any, type(module)))
+            state = adopt(module, choice.recipe, choice.fqn, delayed, form=form)
+            if module.config.gradient_accumulation_fusion:
+                state.accumulate = MAIN_GRAD
+        state.is_of_rank = is_divided
+        return [state]
 
     def hold_codes(self) -> None:
         gather_codes()

@@ -97,7 +97,8 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     layers, routers = converted_among(modules), expert_functions.routers(modules)
     name_layers(layers)
     fault = shared_streams(modules) or expert_functions.unread_losses(modules)
-    ranks = distributed_functions.group_of_step(model, layers, routers, group, fault)
+    compared = [(name, layer) for name, layer in layers if not layer.is_of_rank]
+    ranks = distributed_functions.group_of_step(model, compared, routers, group, fault)
     forget_weights(layers)
     _roll_histories(layers, ranks)
     expert_functions.end_step(modules, ranks)
@@ -279,7 +280,7 @@ def share_random_state(
     All layers keep a number of their names, by which mf.step knows stages of one model. Stages of a
     library's pipeline have a state each, as they have on ranks of their own.
     """
-    conversion = ops.stream("\n".join(layer.fqn for layer in layers))
+    conversion = ops.stream("\n".join(layer.fqn for layer in layers if not layer.is_of_rank))
     for layer in layers:
         layer.conversion = conversion
     for part in stages_in(root) or [root]:

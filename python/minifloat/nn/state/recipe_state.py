@@ -128,6 +128,7 @@ class RecipeState(nn.Module):
     recompute: str = ""  # "weight": backward quantizes the weight again, instead of saving codes
     accumulate: str = ""  # where backward adds the weight's gradient (accumulation.py); "": nowhere
     expert_range: ExpertRange | None = None  # None: this process has all experts
+    is_of_rank: bool = False  # whether other ranks have other layers here, so that none is reduced
     # A number of the names of all layers that one call of mf.quantize_ converted; 0: of none.
     conversion: int = 0
     evaluates_unscaled: bool = False  # whether an evaluation would read a history without values
