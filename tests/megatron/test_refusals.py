@@ -13,11 +13,14 @@ from tests.support.worlds import run_world
 IGNORED = {
     "fp8": "hybrid",
     "fp4": "e2m1",
+    "fp8_dot_product_attention": True,
+    "fp8_multi_head_attention": True,
     "quant_recipe": object(),
     "tp_comm_overlap": True,
     "symmetric_ar_type": "one_shot",
     "delay_wgrad_compute": True,
     "cpu_offloading": True,
+    "fine_grained_activation_offloading": True,
     "cuda_graph_impl": "local",
     "use_te_activation_func": True,
     "use_transformer_engine_op_fuser": True,
@@ -27,6 +30,7 @@ IGNORED = {
 NOT_BUILT = {
     "layernorm_zero_centered_gamma": True,
     "memory_efficient_layer_norm": True,
+    "fp32_residual_connection": True,
     "normalization": "L2Norm",
     "context_parallel_size": 2,
     "qk_clip": True,

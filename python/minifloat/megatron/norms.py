@@ -9,6 +9,13 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from torch import Tensor, nn
 
+# The last one's norms would give float32 to a head in bfloat16, as those of local specs do.
+REFUSED = (
+    "layernorm_zero_centered_gamma",
+    "memory_efficient_layer_norm",
+    "fp32_residual_connection",
+)
+
 
 def require_norm(config: Any) -> None:
     """Raises ValueError where torch has no such norm."""
@@ -16,7 +23,7 @@ def require_norm(config: Any) -> None:
         raise ValueError(
             f"normalization: expected 'LayerNorm' or 'RMSNorm', got {config.normalization!r}"
         )
-    for option in ("layernorm_zero_centered_gamma", "memory_efficient_layer_norm"):
+    for option in REFUSED:
         if getattr(config, option):
             raise ValueError(f"{option}: expected False with torch's norms, got True")
 
