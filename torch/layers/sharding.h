@@ -98,8 +98,8 @@ class TokenGather {
 Tensor begin_scatter_sum(const Sharding& sharding, const TokenRuns& runs, const Tensor& dx);
 
 // x as wgrad reads x, with the tokens of all ranks: the first of `readers` layers gathers x, the
-// last one drops it. Each calls begin, then get.   columnwise: whether tokens are the columns of the
-// codes
+// last one drops it. Each calls begin, then get.
+//   columnwise: whether tokens are the columns of the codes
 class GatheredInput : public torch::CustomClassHolder {
  public:
   explicit GatheredInput(std::int64_t readers);

@@ -135,8 +135,9 @@ TORCH_LIBRARY(minifloat, m) {
   // instead of saving its codes. accumulate, received: where backward adds the weight's gradient,
   // and what autograd receives, as layers/weight_sums.h describes. linear_sharded: `linear` on one
   // rank of `group`, whose ranks shard the weight along weight_dim and x along token_dim; sum_dx:
-  // whether backward sums dx over the ranks, of a whole x; see layers/sharding.h. weight_cache: the id of the cache that has weight_operands where the caller
-  // passes none, or 0; training: whether the layer is in training mode, which the cache reads.
+  // whether backward sums dx over the ranks, of a whole x; see layers/sharding.h. weight_cache: the
+  // id of the cache that has weight_operands where the caller passes none, or 0; training: whether
+  // the layer is in training mode, which the cache reads.
   torch_ops::register_gathered_input();
   m.def(
       "layer_operands(Tensor x, str recipe, str of, *, bool rowwise=True, bool columnwise=True, "
