@@ -21,13 +21,13 @@ COUNTS = [37, 0, 64, 3]
 BY_ROWS = ("mxfp8", "fp8_blockwise", "fp8_rowwise")
 
 
-def build_layer(**options):
+def build_layer(of=None, **options):
     from minifloat.megatron.grouped import ColumnParallelGroupedLinear
 
     options = {"bias": False, "skip_bias_add": False, "is_expert": True} | options
     init = nn.init.normal_
     layer = ColumnParallelGroupedLinear(
-        E, K, N, config=models.config(), init_method=init, **options
+        E, K, N, config=of or models.config(), init_method=init, **options
     )
     return nn.ModuleDict({"layer": layer})
 
@@ -72,6 +72,14 @@ def check_counts():
             layer(x, counts)
 
 
+def check_attributes():
+    """What the norm of gradients reads is there with and without values of Megatron's."""
+    for performs in (True, False):
+        layer = build_layer(of=models.config(perform_initialization=performs))["layer"]
+        for w in layer.weights:
+            assert (w.tensor_model_parallel, w.partition_dim, w.partition_stride) == (True, 0, 1)
+
+
 def check_refusals():
     """What cannot be converted has a row that says why."""
     model = models.build(models.config(**models.EXPERTS, moe_grouped_gemm=True))
@@ -110,6 +118,7 @@ def check_layer(rank):
     models.begin()
     check_random_bits()
     check_counts()
+    check_attributes()
     check_refusals()
 
 

@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
     _initialize_affine_weight_cpu,
     _initialize_affine_weight_gpu,
+    set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
@@ -134,13 +135,13 @@ class GroupedLinear(nn.Module):
     def _initialize(
         self, weight: Any, whole: tuple[int, int], init_method: Callable[[Tensor], object]
     ) -> None:
-        if not self.config.use_cpu_initialization:
-            if self.config.perform_initialization:
-                _initialize_affine_weight_gpu(
-                    weight, init_method, partition_dim=self.weight_dim, is_expert=True
-                )
-            return
-        if self.config.perform_initialization:
+        if not self.config.perform_initialization:
+            set_tensor_model_parallel_attributes(weight, True, self.weight_dim, 1)
+        elif not self.config.use_cpu_initialization:
+            _initialize_affine_weight_gpu(
+                weight, init_method, partition_dim=self.weight_dim, is_expert=True
+            )
+        else:
             _initialize_affine_weight_cpu(
                 weight,
                 *whole,
