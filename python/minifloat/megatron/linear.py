@@ -140,7 +140,6 @@ def weight_dim_of(cls: type) -> int | None:
 def form_of(cls: type[nn.Module]) -> type[MegatronLinear]:
     """Returns the class of a converted layer, of one of Megatron's or derived from one."""
     members = {
-        "plain": cls,
         "weight_dim": weight_dim_of(cls),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,

@@ -53,8 +53,6 @@ class Linear(LinearState, nn.Linear):
         torch.Size([2, 32])
     """
 
-    plain = nn.Linear
-
     def __init__(
         self,
         in_features: int,
@@ -107,7 +105,7 @@ def adopt(
     """Converts `module` to a class under a recipe in place; object, parameters and hooks stay.
 
     Args: as those of mf.quantize_; `fqn` is the name that the stream of random bits comes from, and
-        `form` the class, whose `plain` is the module's; None: Linear.
+        `form` the class, whose last base is the module's; None: Linear.
     """
     weight, form = cast(Tensor, module.weight), form or Linear
     # Before the class, so that a module is unchanged where there is no memory for its state.
@@ -141,11 +139,11 @@ def class_without_recipe(cls: type[LinearState]) -> type[nn.Module] | None:
     Returns:
         The class. None: `cls` is a subclass of Linear in user code, which was never an nn.Linear.
     """
-    form: Any = next(c for c in cls.__mro__ if "plain" in c.__dict__)
+    form = next(c for c in cls.__mro__ if not issubclass(c.__bases__[-1], LinearState))
     derived = [c for c in cls.__mro__ if issubclass(c, form) and c is not form]
     if any(not c.__module__.startswith("torch.") for c in derived):
         return None
-    return rebased(cls, form, form.plain)
+    return rebased(cls, form, form.__bases__[-1])
 
 
 def restore_linear(module: LinearState) -> None:

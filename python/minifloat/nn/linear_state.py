@@ -10,7 +10,7 @@ mf.Linear is such a module, and so are the layers of other libraries that mf.qua
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +66,6 @@ class LinearState(RecipeState):
     """The part of a class that a module with a weight (N, K) gets when it is converted."""
 
     TRANSIENT = (*RecipeState.TRANSIENT, TAKER)
-    plain: ClassVar[type[nn.Module]]  # of each such class: the module's before it was converted
     weight: Tensor  # (N, K), the module's parameter
     weight_gather: WeightGather | None
     shared_input: SharedInput | None
