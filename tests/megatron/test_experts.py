@@ -151,6 +151,8 @@ def check_states(rank):
     whole = torch.randn(EXPERTS, 32, 64)
     other.load_state_dict({"weight": whole})
     assert torch.equal(torch.stack(other.weights), whole)
+    with pytest.raises(ValueError, match=r"expected the values of 4 experts, \(4, 32, 64\), got"):
+        other.load_state_dict({"weight": whole[1:]})
     with pytest.warns(UserWarning, match="_extra_state is that of Transformer Engine"):
         other.load_state_dict({"weight": whole, "_extra_state": torch.ones(3, dtype=torch.uint8)})
 

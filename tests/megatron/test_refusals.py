@@ -64,6 +64,13 @@ def check_ignored():
         loss(model).backward()
 
 
+def check_recomputed():
+    """Megatron's own code for some modules needs Transformer Engine."""
+    selective = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+    refused(build(config(**selective)), "9 x recompute_modules: layernorm: Megatron's own code")
+    mf.quantize_(build(config(**selective | {"recompute_modules": ["core_attn"]})), "mxfp8")
+
+
 def check_not_built():
     for option, value in NOT_BUILT.items():
         of = config()
@@ -179,6 +186,7 @@ def check(rank):
     begin()
     check_export()
     check_ignored()
+    check_recomputed()
     check_not_built()
     check_layers()
     check_tied()

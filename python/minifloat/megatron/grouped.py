@@ -9,6 +9,7 @@ them together.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, cast
 
@@ -275,7 +276,13 @@ class GroupedLinear(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name in ("weight", "bias") if self.use_bias else ("weight",):  # of all experts at once
             if (whole := state_dict.pop(prefix + name, None)) is not None:
-                for i, part in enumerate(whole.unflatten(0, (self.num_gemms, -1)).squeeze(1)):
+                shape = self.num_gemms, *self.get_parameter(f"{name}0").shape
+                if whole.numel() != math.prod(shape):
+                    raise ValueError(
+                        f"{prefix}{name}: expected the values of {self.num_gemms} experts, {shape},"
+                        f" got {tuple(whole.shape)}"
+                    )
+                for i, part in enumerate(whole.reshape(shape)):
                     state_dict[f"{prefix}{name}{i}"] = part
         for i in range(1, self.num_gemms):  # an entry an expert in distributed checkpoints
             state_dict.pop(f"{prefix}_extra_state{i}", None)

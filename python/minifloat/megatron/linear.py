@@ -19,6 +19,7 @@ from functools import cache
 from typing import Any, ClassVar
 
 import torch
+from megatron.core.tensor_parallel import random
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor, nn
@@ -147,6 +148,8 @@ def form_of(cls: type[nn.Module]) -> type[MegatronLinear]:
     return type(cls.__name__, (MegatronLinear, cls), members)
 
 
+# Modules whose outputs Megatron frees and computes again.
+NEEDS_TRANSFORMER_ENGINE = {"moe_act", "layernorm", "mla_up_proj"}
 # Options of a TransformerConfig that other layers have and converted ones would ignore.
 OF_TRANSFORMER_ENGINE = (
     "fp8",
@@ -183,6 +186,13 @@ def reason_against(module: Any) -> str | None:
 
 def reason_of_config(config: Any) -> str | None:
     """Returns the option of a TransformerConfig that converted layers would ignore; None: none."""
+    recomputed = NEEDS_TRANSFORMER_ENGINE & set(getattr(config, "recompute_modules", None) or ())
+    is_selective = config.recompute_granularity == "selective"
+    if is_selective and recomputed and not hasattr(random, "FP8GlobalStateManager"):
+        return (
+            f"recompute_modules: {', '.join(sorted(recomputed))}: Megatron's own code for them "
+            "needs Transformer Engine, which is not installed"
+        )
     if (graphs := getattr(config, "cuda_graph_impl", "none")) not in (None, "none"):
         return f"cuda_graph_impl={graphs!r} of the TransformerConfig: expected 'none'"
     for option in OF_TRANSFORMER_ENGINE:
