@@ -139,7 +139,8 @@ def class_without_recipe(cls: type[LinearState]) -> type[nn.Module] | None:
     Returns:
         The class. None: `cls` is a subclass of Linear in user code, which was never an nn.Linear.
     """
-    form = next(c for c in cls.__mro__ if not issubclass(c.__bases__[-1], LinearState))
+    forms = (c for c in cls.__mro__ if issubclass(c, LinearState))
+    form = next(c for c in forms if not issubclass(c.__bases__[-1], LinearState))
     derived = [c for c in cls.__mro__ if issubclass(c, form) and c is not form]
     if any(not c.__module__.startswith("torch.") for c in derived):
         return None
