@@ -86,6 +86,8 @@ def check_products(rank):
 
 def check_codes(rank):
     """Checks that experts that are codes have the results of casting their weights."""
+    from minifloat.megatron.grouped import lie_together
+
     models.begin()
     counts, x, g = [32, 0, 7, 25], torch.randn(64, 128), torch.randn(64, 96)
     for recipe in ("fp8_tensorwise", "fp8_blockwise", "mxfp8_2d", "nvfp4"):
@@ -109,6 +111,9 @@ def check_codes(rank):
             assert w.partition_dim == 0
         mf.restore_(model)
         assert not any(isinstance(w, mf.QuantizedTensor) for w in layer.weights)
+        assert lie_together(layer.weights)
+        assert lie_together(layer.bfloat16().weights)
+        layer.float()
         layer(x, counts)
 
 

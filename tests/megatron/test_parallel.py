@@ -237,7 +237,18 @@ def check_seeds(rank):
         model["layer"](x)
 
 
+def check_recipes(rank):
+    """Checks that ranks that would wait for each other in a forward are refused before."""
+    models.begin(tp=2)
+    for recipes in (("mxfp8", "fp8_rowwise"), ("mxfp8", "*: mxfp8; decoder.layers.0.*: bf16")):
+        model = models.build(models.config())
+        with pytest.raises(ValueError, match=r"expected mf.quantize_ of the same layers"):
+            mf.quantize_(model, recipes[rank])
+        assert not any(hasattr(module, "recipe") for module in model.modules())
+
+
 def check_two(rank):
+    check_recipes(rank)
     check_gathers(rank)
     check_overlap(rank)
     check_places(rank)

@@ -22,7 +22,7 @@ from ..checks import require_module
 from ..moe.layer import Experts
 from ..nn.convert.heads import heads_of
 from ..nn.names import unwrapped
-from ..nn.registry import first_of_library
+from ..nn.registry import require_layers_of_torch
 from ..nn.state.recipe_state import converted
 from ..recipe import Recipe, operand_names
 from ..spec import Spec
@@ -105,11 +105,7 @@ def inspect(
         [('mxfp8', '4%'), ('nvfp4', '15%')]
     """
     model = unwrapped(require_module("inspect", model))
-    if first_of_library(model) is not None:
-        raise ValueError(
-            f"inspect: expected linear layers of torch, got {type(model).__name__} of "
-            "Megatron-Core; convert it to Hugging Face's first"
-        )
+    require_layers_of_torch("inspect", model)
     reshard(model)
     own = recipes is None and bool(converted(model))
     if isinstance(recipes, (str, Recipe)):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..nn.convert.selection import display
 from ..nn.names import clean_name, unwrapped
-from ..nn.registry import is_distributed
+from ..nn.registry import is_distributed, require_layers_of_torch
 from .layers import reshard, run
 
 
@@ -56,6 +56,7 @@ def find_nonfinite(
         other values.
     """
     model = unwrapped(model)
+    require_layers_of_torch("find_nonfinite", model)
     reshard(model)
     names = {module: clean_name(name) for name, module in model.named_modules()}
     modules = [m for m in names if m._parameters or not m._modules]

@@ -53,13 +53,8 @@ class TogetherWeights(torch.autograd.Function):
         if isinstance(first, QuantizedTensor):
             nan = torch.full((), float("nan"), dtype=first.dtype, device=first.device)
             return nan.expand(len(weights), n, k)
-        size = n * k * first.element_size()
-        if all(
-            w.is_contiguous() and w.data_ptr() == first.data_ptr() + i * size
-            for i, w in enumerate(weights)
-        ) and _is_one_storage(weights):
-            shape, strides = (len(weights), n, k), (n * k, k, 1)
-            return first.detach().as_strided(shape, strides)
+        if lie_together(weights):
+            return first.detach().as_strided((len(weights), n, k), (n * k, k, 1))
         return torch.stack(weights)
 
     @staticmethod
@@ -67,8 +62,16 @@ class TogetherWeights(torch.autograd.Function):
         return grads[0].unbind(0)
 
 
-def _is_one_storage(weights: Sequence[Tensor]) -> bool:
-    return len({w.untyped_storage().data_ptr() for w in weights}) == 1
+def lie_together(weights: Sequence[Tensor]) -> bool:
+    """Tells whether weights of one shape lie one behind the other in one memory."""
+    first = weights[0]
+    size = first.numel() * first.element_size()
+    return all(
+        w.is_contiguous()
+        and w.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        and w.data_ptr() == first.data_ptr() + i * size
+        for i, w in enumerate(weights)
+    )
 
 
 class GroupedLinear(nn.Module):
@@ -252,6 +255,7 @@ class GroupedLinear(nn.Module):
     def restore(self) -> None:
         """Multiplies in high precision again."""
         dequantize_parameters(self)
+        self._lay_together()
         self._modules.pop(NAME, None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedLinear:
@@ -265,7 +269,17 @@ class GroupedLinear(nn.Module):
             for name, old in before.items():
                 if (codes := quantized_again(old, self.get_parameter(name))) is not None:
                     setattr(self, name, codes)
+        self._lay_together()
         return self
+
+    def _lay_together(self) -> None:
+        """Moves weights that are values, and that something has moved apart, to one memory."""
+        weights = self.weights
+        if weights[0].is_meta or isinstance(weights[0], QuantizedTensor) or lie_together(weights):
+            return
+        memory = torch.stack([weight.detach() for weight in weights])
+        for weight, part in zip(weights, memory):
+            weight.data = part
 
     def get_extra_state(self) -> None:
         """Returns None, as Megatron's own layers do: Transformer Engine's have scales there."""

@@ -12,7 +12,7 @@ from torch import nn
 from ..nn.accumulation import MAIN_GRAD
 from ..nn.linear import adopt, restore_linear
 from ..nn.linear_state import LinearState
-from ..nn.registry import Choice
+from ..nn.registry import Choice, distributed_functions
 from ..nn.state.recipe_state import WEIGHT_DTYPES, DelayedScaling
 from .codes import gather_codes
 from .grouped import GroupedLinear
@@ -106,6 +106,13 @@ class MegatronLayers:
             return None
         virtual = getattr(model, "vp_stage", None) or 0
         return int(group.rank() + group.size() * virtual)
+
+    def require_same(self, layers: list[str]) -> None:
+        if not parallel_state.is_initialized():
+            return
+        group = parallel_state.get_tensor_model_parallel_group()
+        if group.size() > 1:
+            distributed_functions.require_same_names("mf.quantize_ of", layers, group)
 
     def data_parallel_rank(self) -> int:
         if not parallel_state.is_initialized():

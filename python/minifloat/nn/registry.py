@@ -124,6 +124,9 @@ class LibraryLayers(Protocol):
     def stage(self, model: nn.Module) -> int | None:
         """Returns the number of the pipeline stage that a model is; None: it is a whole model."""
 
+    def require_same(self, layers: list[str]) -> None:
+        """Raises ValueError on all ranks that cut layers, where theirs differ or one is missing."""
+
     def data_parallel_rank(self) -> int:
         """Returns this process's number among those with other tokens."""
 
@@ -156,6 +159,15 @@ def first_of_library(model: nn.Module) -> tuple[LibraryLayers, nn.Module] | None
     """Returns the outermost module of a library, and who knows its layers; None: there is none."""
     found = ((library_of(module), module) for module in model.modules())
     return next(((library, module) for library, module in found if library is not None), None)
+
+
+def require_layers_of_torch(function: str, model: nn.Module) -> None:
+    """Raises ValueError for a model of another library, whose layers a function does not know."""
+    if first_of_library(model) is not None:
+        raise ValueError(
+            f"{function}: expected linear layers of torch, got {type(model).__name__} of "
+            "Megatron-Core; convert it to Hugging Face's first"
+        )
 
 
 def stage_of(model: nn.Module) -> int | None:

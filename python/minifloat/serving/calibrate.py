@@ -31,6 +31,7 @@ from ..moe.convert.projections import (
 from ..nn.grouped_product import products_by_weight
 from ..nn.linear import Linear
 from ..nn.names import clean_name, join, unwrapped
+from ..nn.registry import require_layers_of_torch
 from ..nn.state.recipe_state import RecipeState
 from ..private_torch import TorchDispatchMode
 from ..spec import Spec
@@ -72,6 +73,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
         {'0': tensor(3.)}
     """
     inner = unwrapped(require_module("calibrate", model))
+    require_layers_of_torch("calibrate", inner)
     if isinstance(batches, (Mapping, str)) or not isinstance(batches, Iterable):
         raise TypeError(f"calibrate: expected an iterable of batches, got {type(batches).__name__}")
     layers = dict(layers_of(inner))

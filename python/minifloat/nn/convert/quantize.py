@@ -162,7 +162,8 @@ def quantize_(
             "share_amax: expected primary=False and recompute=None with it, got "
             f"primary={primary}, recompute={recompute!r}"
         )
-    if data_parallel_rank is None and (found := first_of_library(model)) is not None:
+    found = first_of_library(model)
+    if data_parallel_rank is None and found is not None:
         data_parallel_rank = found[0].data_parallel_rank()
     recipe_map, policy = read_recipe(recipe, keep)
     filters = Filters(model, recipe_map, filter_fqns, filter_fn, policy)
@@ -215,6 +216,9 @@ def quantize_(
         ]
         undo.callback(restore_mlps, model, mlps_of(model))
         fused, not_fused = convert_mlps(model, all_classes=fuse)
+        if found is not None:
+            named = [f"{each.fqn} under {each.recipe}" for each in layers if not each.is_of_rank]
+            found[0].require_same(named)
         undo.pop_all()
 
     for choice in selection.chosen:
