@@ -10,6 +10,7 @@ from minifloat.functional import scaled_grouped_mm
 from torch import nn
 
 from tests.support import megatron_models as models
+from tests.support.megatron_jobs import Job
 from tests.support.worlds import run_world
 
 pytest.importorskip("megatron.core")
@@ -224,79 +225,51 @@ def test_grouped_experts_equal_those_one_by_one():
 # ---- training ------------------------------------------------------------------------------------
 
 
-class Job:
-    """A converted model in Megatron's wrapper, with its distributed optimizer."""
+def job_of(is_grouped):
+    """Returns a mixture under mxfp8 in Megatron's wrapper, with its distributed optimizer."""
+    model = models.EXPERTS | {"moe_grouped_gemm": is_grouped}
+    options = {"model": model, "optimizer": {"lr": 1e-2}, "overlap_grad_reduce": True}
+    return Job("mxfp8", False, accumulate=None, clip=1.0, names="te", **options)
 
-    def __init__(self, is_grouped, seed=0):
-        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        of = models.config(**models.EXPERTS, moe_grouped_gemm=is_grouped)
-        self.model = models.build(of, seed=seed)
-        mf.quantize_(self.model, "mxfp8")
-        of_ddp = {"use_distributed_optimizer": True, "grad_reduce_in_fp32": True}
-        options = DistributedDataParallelConfig(**of_ddp, overlap_grad_reduce=True)
-        self.wrapper = DistributedDataParallel(of, options, self.model)
-        self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(
-                lr=1e-2,
-                bf16=True,
-                params_dtype=torch.bfloat16,
-                use_distributed_optimizer=True,
-                clip_grad=1.0,
-            ),
-            [self.wrapper],
-        )
+def places(job):
+    """Returns the keys and places of this rank's tensors in a distributed checkpoint."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import apply_factories
 
-    def step(self, step):
-        """Returns the loss and the norm of a step's gradients."""
-        from megatron.core.distributed import finalize_model_grads
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"dp_cp_group": group, "distrib_optim_sharding_type": "fully_reshardable"}
+    found = job.model.sharded_state_dict(metadata=metadata)
+    state = {
+        "model": found,
+        "optimizer": job.optimizer.sharded_state_dict(found, metadata=metadata),
+    }
+    apply_factories(state)
+    tensors = [x for x in nested_values(state) if isinstance(x, ShardedTensor)]
+    return {(x.key, x.global_shape, x.global_offset, x.replica_id) for x in tensors}
 
-        self.wrapper.zero_grad_buffer()
-        self.optimizer.zero_grad()
-        loss = models.loss(self.wrapper, step)
-        loss.backward()
-        finalize_model_grads([self.wrapper])
-        _, norm, _ = self.optimizer.step()
-        return loss.item(), norm
 
-    def places(self):
-        """Returns the keys and places of this rank's tensors in a distributed checkpoint."""
-        from megatron.core import parallel_state
-        from megatron.core.dist_checkpointing import ShardedTensor
-        from megatron.core.dist_checkpointing.dict_utils import nested_values
-        from megatron.core.dist_checkpointing.mapping import apply_factories
-
-        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        metadata = {"dp_cp_group": group, "distrib_optim_sharding_type": "fully_reshardable"}
-        found = self.model.sharded_state_dict(metadata=metadata)
-        state = {
-            "model": found,
-            "optimizer": self.optimizer.sharded_state_dict(found, metadata=metadata),
-        }
-        apply_factories(state)
-        tensors = [x for x in nested_values(state) if isinstance(x, ShardedTensor)]
-        return {(x.key, x.global_shape, x.global_offset, x.replica_id) for x in tensors}
-
-    def values(self):
-        return {one_by_one(name): p.detach() for name, p in self.model.named_parameters()}
+def values(job):
+    return {one_by_one(name): p.detach() for name, p in job.model.named_parameters()}
 
 
 def check_training(rank):
     """Expert-parallel ranks, each twice: two steps of grouped experts and of experts one by one."""
     models.begin(ep=2)
-    grouped, other = Job(True), Job(False)
-    other.model.load_state_dict(grouped.values(), strict=False)
+    grouped, other = job_of(True), job_of(False)
+    other.model.load_state_dict(values(grouped), strict=False)
     other.optimizer.reload_model_params()
     for step in range(2):
         assert grouped.step(step) == other.step(step), step
-    got, want = grouped.values(), other.values()
+    got, want = values(grouped), values(other)
     assert {*got} == {*want}
     for name, value in got.items():
         assert torch.equal(value, want[name]), name
-    places = grouped.places()
-    assert places == other.places()
-    assert any("exp_avg" in key and "experts.linear_fc1" in key for key, *_ in places)
+    found = places(grouped)
+    assert found == places(other)
+    assert any("exp_avg" in key and "experts.linear_fc1" in key for key, *_ in found)
 
 
 def test_training():

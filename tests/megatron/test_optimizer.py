@@ -5,7 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.megatron_jobs import TOKENS, WIDTH, Job, begin, config_of, gpt, linear_layers
+from tests.support import megatron_models as models
+from tests.support.megatron_jobs import Job, linear_layers
+from tests.support.megatron_models import begin
 from tests.support.worlds import run_world
 
 pytest.importorskip("megatron.core")
@@ -53,14 +55,9 @@ def check_losses(rank, tensor_parallel, recipes, options):
 def check_experts(rank):
     """Experts that ranks divide have an optimizer of their own, beside that of dense layers."""
     for recipe, is_grouped in (("fp8_tensorwise", False), ("mxfp8_2d", True)):
-        begin(expert_model_parallel_size=2)
-        model = {
-            "num_moe_experts": 4,
-            "moe_ffn_hidden_size": WIDTH,
-            "moe_token_dispatcher_type": "allgather",
-            "expert_model_parallel_size": 2,
-            "moe_grouped_gemm": is_grouped,
-        }
+        begin(ep=2)
+        dispatch = {"moe_token_dispatcher_type": "allgather", "moe_grouped_gemm": is_grouped}
+        model = models.EXPERTS | dispatch
         plain, held = (Job(recipe, holds, model=model, **OVERLAPS) for holds in (False, True))
         weights = [p for p in held.model.parameters() if isinstance(p, mf.QuantizedTensor)]
         assert len(weights) == 2 * (2 + 2 * 2)
@@ -104,7 +101,7 @@ def test_losses_of_codes_equal_those_of_bf16_weights(ranks, tensor_parallel, rec
 def check_shards(rank):
     """Each rank's shard has a scale of its own; products are those of the shards' values."""
     for recipe in filter(can_hold, RECIPES):
-        begin(tensor_parallel=2)
+        begin(tp=2)
         wide = {"hidden_size": 256, "ffn_hidden_size": 512}  # shards of whole blocks of 128
         model = wide if recipe == "fp8_blockwise" else {}
         job = Job(recipe, holds_codes=True, model=model, **OVERLAPS)
@@ -135,7 +132,9 @@ def require_product(layer, recipe):
     whole = [torch.empty_like(weight) for _ in range(2)]
     dist.all_gather(whole, weight, group=group)
     whole = torch.cat(whole, dim=layer.weight_dim)
-    x = torch.randn(TOKENS, whole.shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
+    x = torch.randn(
+        models.TOKENS, whole.shape[1], generator=torch.Generator().manual_seed(1)
+    ).bfloat16()
     shard = x.chunk(2, dim=1)[group.rank()].contiguous() if is_row else x
     with torch.no_grad():
         got = layer(shard)[0].double()
@@ -191,8 +190,10 @@ def test_gradients_are_added_to_main_grad_in_float32(holds_codes):
 def check_norm(rank):
     """The norm is that of all gradients, of each parameter once, whether weights are codes."""
     begin()
-    elements = sum(p.numel() for p in gpt(config_of()).parameters())  # of the whole model
-    begin(tensor_parallel=2)
+    elements = sum(
+        p.numel() for p in models.build(models.config(), "local").parameters()
+    )  # of the whole model
+    begin(tp=2)
     jobs = [Job("mxfp8_2d", holds, clip=1.0) for holds in (False, True)]
     norms = [job.step(0)[1] for job in jobs]
     gradients = [[p.main_grad for p in job.model.parameters()] for job in jobs]
@@ -216,7 +217,7 @@ def check_norm(rank):
 def check_nan(rank):
     """A NaN in one rank's gradient is every rank's: of the norm, and of the scaler's decision."""
     for optimizer in ({}, {"loss_scale": 1.0}):
-        begin(tensor_parallel=2)
+        begin(tp=2)
         job = Job("fp8_tensorwise", holds_codes=True, clip=1.0, optimizer=optimizer)
         before = job.values()
         job.backward(0)
@@ -285,9 +286,9 @@ def check_refusals(rank):
         ]
     else:
         cases.append(("nvfp4", {"fp8_param_gather": True}, "install megatron-core 0.19"))
-    config = config_of()
+    config = models.config()
     for recipe, options, message in cases:
-        model = gpt(config)
+        model = models.build(config, "local")
         mf.quantize_(model, recipe, primary=True)
         memory = [mf.distributed.wires(layer.weight) for layer in linear_layers(model)]
         of_ddp = DistributedDataParallelConfig(**({"use_distributed_optimizer": True} | options))

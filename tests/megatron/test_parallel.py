@@ -5,9 +5,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import megatron_models as models
+from tests.support.collectives import Begun, Sent
 from tests.support.exact_sums import integers
 from tests.support.parallel_layers import Recorded, assert_close, check_operands
 from tests.support.whole_layers import Case
@@ -119,19 +119,6 @@ def test_layer_is_one_process(world, recipes):
 # ---- what is sent --------------------------------------------------------------------------------
 
 
-class Sent(TorchDispatchMode):
-    """A record of the bits an element that gathers of x send."""
-
-    def __init__(self, x):
-        super().__init__()
-        self.elements, self.bits = x.numel(), []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            self.bits.append(8 * args[0].nbytes / self.elements)
-        return func(*args, **(kwargs or {}))
-
-
 def check_gathers(rank):
     """Checks that codes are gathered, and values where a run of tokens ends inside a block."""
     models.begin(tp=2)
@@ -146,29 +133,13 @@ def check_gathers(rank):
         mf.quantize_(model, recipe)
         x = integers(3, 2 * tokens, 1, 128)
         mine = x.chunk(2)[rank].clone().requires_grad_()
-        with Sent(mine) as sent:
+        with Sent() as sent:
             y, _ = model["layer"](mine)
             y.sum().backward()
-        assert sent.bits == bits, (recipe, tokens)
+        assert [8 * size / mine.numel() for size in sent.sizes] == bits, (recipe, tokens)
         alone = mf.Linear(128, 64, bias=False, recipe=recipe, name="layer")
         alone.weight.data.copy_(w)
         assert torch.equal(gathered(y.detach(), -1), alone(x).detach()), (recipe, tokens)
-
-
-class Begun(TorchDispatchMode):
-    """A record of the order in which sums over ranks begin and end, and products are launched."""
-
-    NAMES = ("all_reduce", "wait_tensor", "scaled_mm")
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.rpartition("::")[2]
-        if name in self.NAMES:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
 
 
 def check_overlap(rank):
@@ -177,9 +148,9 @@ def check_overlap(rank):
     model = build_layer(0, integers(2, 64, 128))
     mf.quantize_(model, "mxfp8")
     y, _ = model["layer"](integers(3, 32, 1, 128).requires_grad_())
-    with Begun() as begun:
+    reduce, wait, product = "all_reduce", "wait_tensor", "scaled_mm"
+    with Begun(reduce, wait, product) as begun:
         y.sum().backward()
-    reduce, wait, product = Begun.NAMES
     assert begun.names == [product, reduce, product, wait]
 
 

@@ -1,89 +1,25 @@
 """A small GPTModel of Megatron-Core in its wrapper, with its distributed optimizer, on a CPU.
 
-begin(tensor_parallel=2)             Megatron's groups of the world's ranks
+models.begin(tp=2)                   Megatron's groups of the world's ranks
 job = Job("mxfp8_2d", holds_codes=True, clip=1.0, overlap_grad_reduce=True)
 loss, norm = job.step(0)
 """
-
-import warnings
-from functools import cache
 
 import minifloat as mf
 import torch
 import torch.distributed as dist
 
-WIDTH, VOCABULARY, TOKENS, MICRO_BATCHES = 64, 96, 32, 2
+from tests.support import megatron_models as models
 
-
-@cache
-def megatron():
-    """Gives Megatron-Core the CPU, once a process, and returns the example's module."""
-    warnings.filterwarnings("ignore")
-    import minifloat.megatron  # noqa: F401, which `import minifloat` leaves out
-
-    from examples import megatron_on_cpu
-
-    megatron_on_cpu.CpuForGpu().__enter__()
-    return megatron_on_cpu
-
-
-def begin(tensor_parallel=1, **others):
-    from megatron.core import parallel_state
-    from megatron.core import tensor_parallel as random
-
-    megatron()
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel, **others)
-    random.model_parallel_cuda_manual_seed(1)
-    return parallel_state
-
-
-def config_of(**changes):
-    from megatron.core import parallel_state
-    from megatron.core.transformer import TransformerConfig
-
-    return TransformerConfig(
-        **{
-            "num_layers": 2,
-            "hidden_size": WIDTH,
-            "num_attention_heads": 4,
-            "ffn_hidden_size": 2 * WIDTH,
-            "use_cpu_initialization": True,
-            "bf16": True,
-            "params_dtype": torch.bfloat16,
-            "hidden_dropout": 0.0,
-            "attention_dropout": 0.0,
-            "add_bias_linear": False,
-            "gated_linear_unit": True,
-            "activation_func": torch.nn.functional.silu,
-            "normalization": "RMSNorm",
-            "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
-        }
-        | changes
-    )
-
-
-def gpt(config):
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
-
-    with mf.megatron.backend():
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
-    torch.manual_seed(0)
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCABULARY,
-        max_sequence_length=TOKENS,
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=False,
-    ).bfloat16()
+MICRO_BATCHES = 2
 
 
 class Job:
     """A converted GPTModel in Megatron's wrapper, with its optimizer."""
 
-    def __init__(self, recipe, holds_codes, accumulate="main_grad", clip=0.0, **options):
+    def __init__(
+        self, recipe, holds_codes, accumulate="main_grad", clip=0.0, names="local", **options
+    ):
         from megatron.core.distributed import (
             DistributedDataParallel,
             DistributedDataParallelConfig,
@@ -92,8 +28,8 @@ class Job:
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
         model, optimizer = (options.pop(name, {}) for name in ("model", "optimizer"))
-        self.config = config_of(**model)
-        self.model = gpt(self.config)
+        self.config = models.config(**model)
+        self.model = models.build(self.config, names)
         mf.quantize_(
             self.model,
             recipe,
@@ -109,18 +45,16 @@ class Job:
         self.wrapper = DistributedDataParallel(self.config, of_wrapper, self.model)
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(
-                lr=2e-3,
                 bf16=True,
                 params_dtype=torch.bfloat16,
                 use_distributed_optimizer=True,
                 clip_grad=clip,
                 overlap_param_gather=of_ddp.get("overlap_param_gather", False),
-                **optimizer,
+                **({"lr": 2e-3} | optimizer),
             ),
             [self.wrapper],
         )
         self.finalize = finalize_model_grads
-        self.same_layers = None  # the ranks that have the same layers; None: all
 
     def backward(self, step):
         """Runs both micro-batches of a step, and returns the loss of all ranks."""
@@ -142,11 +76,8 @@ class Job:
         from megatron.core import parallel_state
 
         rank = parallel_state.get_data_parallel_rank()
-        draw = torch.Generator().manual_seed(100 * step + 10 * rank + i)
-        places = torch.arange(TOKENS).expand(2, TOKENS)
-        first = torch.randint(0, VOCABULARY, (2, 1), generator=draw)
-        tokens = (first + places) % VOCABULARY  # each token follows the one before
-        each = self.wrapper(tokens, places, None, labels=tokens.roll(-1, 1))
+        tokens, places, labels = models.batch(step, 10 * rank + i)
+        each = self.wrapper(tokens, places, None, labels=labels)
         loss = each.float().mean() / MICRO_BATCHES
         loss.backward()
         return loss.detach()
@@ -155,7 +86,7 @@ class Job:
         """Returns the loss of a step and the norm of its gradients."""
         loss = self.backward(step)
         _, norm, _ = self.optimizer.step()
-        mf.step(self.model, self.same_layers)
+        mf.step(self.model)
         return loss, norm
 
     def pause(self):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from .._native import ops
 from ..moe.convert.experts import require_recipe
 from ..nn.convert.selection import already_converted
-from ..nn.grouped_product import GroupedProduct, ProductCall
+from ..nn.grouped_product import GroupedProduct, ProductCall, Sharding
 from ..nn.linear import dequantize_parameters
 from ..nn.linear_state import needs_gradient
 from ..nn.names import PRODUCT
@@ -165,6 +165,12 @@ class GroupedLinear(nn.Module):
         return [self.get_parameter(f"weight{i}") for i in range(self.num_gemms)]
 
     @property
+    def biases(self) -> list[Any]:
+        """The biases in the order of experts; empty: there are none."""
+        count = self.num_gemms if self.use_bias else 0
+        return [self.get_parameter(f"bias{i}") for i in range(count)]
+
+    @property
     def product(self) -> GroupedProduct | None:
         """The state of the product under a recipe; None: it is in high precision."""
         found = self._modules.get(NAME)
@@ -193,13 +199,12 @@ class GroupedLinear(nn.Module):
             )
         offs = counts.cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
         weight: Tensor = TogetherWeights.apply(*self.weights)
-        bias = None
-        if self.use_bias and not self.skip_bias_add:
-            bias = torch.stack([self.get_parameter(f"bias{i}") for i in range(self.num_gemms)])
-        y = self.multiply(x, weight.mT, offs, bias)
-        if not (self.use_bias and self.skip_bias_add):
-            return y, None
-        return y, [self.get_parameter(f"bias{i}") for i in range(self.num_gemms)]
+        biases: list[Any] = [
+            self.get_parameter(f"bias{i}") for i in range(self.num_gemms * self.use_bias)
+        ]
+        if biases and self.skip_bias_add:
+            return self.multiply(x, weight.mT, offs, None), biases
+        return self.multiply(x, weight.mT, offs, torch.stack(biases) if biases else None), None
 
     def multiply(self, x: Tensor, b_EKN: Tensor, offs_E: Tensor, bias_EN: Tensor | None) -> Tensor:
         """Computes the grouped product, on this rank's shard of the weights."""
@@ -214,9 +219,7 @@ class GroupedLinear(nn.Module):
             b_EKN,
             offs_E,
             call.recipe,
-            group=self.tp_group.group_name,
-            rank=self.tp_group.rank(),
-            ranks=self.tp_group.size(),
+            **Sharding.of(self.tp_group)._asdict(),
             weight_dim=self.weight_dim,
             out_dtype=x.dtype,
             bias=bias_EN,

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..nn.accumulation import weight_sums
+from ..nn.grouped_product import Sharding
 from ..nn.linear_state import LinearState, needs_gradient, weight_operands
 from ..nn.state.random_state import require_shared_seed
 
@@ -84,12 +85,7 @@ class MegatronLinear(LinearState):
         group = self.tp_group
         if self.rng_state is not None:
             require_shared_seed(self.rng_state, group)
-        shards: dict[str, Any] = {
-            "group": group.group_name,
-            "rank": group.rank(),
-            "ranks": group.size(),
-            "weight_dim": self.weight_dim,
-        }
+        shards = Sharding.of(group)._asdict() | {"weight_dim": self.weight_dim}
         sums, given = weight_sums(self, weight), self.op_state(weight.device)
         history, has_dgrad = given.get("amax_history"), needs_gradient(input)
         operands = weight_operands(weight, self.recipe, has_dgrad, history)
@@ -129,19 +125,14 @@ def drop_extra_state(state: Any) -> None:
     )
 
 
-WEIGHT_DIMS = {ColumnParallelLinear: 0, RowParallelLinear: 1}
-
-
-def weight_dim_of(cls: type) -> int | None:
-    """Returns the dimension of W that ranks cut; None: it is no linear layer of Megatron."""
-    return next((dim for base, dim in WEIGHT_DIMS.items() if issubclass(cls, base)), None)
+WEIGHT_DIMS = {ColumnParallelLinear: 0, RowParallelLinear: 1}  # of W, which ranks cut
 
 
 @cache
 def form_of(cls: type[nn.Module]) -> type[MegatronLinear]:
     """Returns the class of a converted layer, of one of Megatron's or derived from one."""
     members = {
-        "weight_dim": weight_dim_of(cls),
+        "weight_dim": next(dim for base, dim in WEIGHT_DIMS.items() if issubclass(cls, base)),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -28,10 +29,10 @@ def require_norm(config: Any) -> None:
             raise ValueError(f"{option}: expected False with torch's norms, got True")
 
 
-def mark_sequence_parallel(module: nn.Module, config: Any) -> None:
+def mark_sequence_parallel(parameters: Iterable[Any], config: Any) -> None:
     """Has Megatron sum the gradients of a norm over the ranks that cut its tokens."""
-    for parameter in module.parameters():
-        parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    for parameter in parameters:
+        parameter.sequence_parallel = config.sequence_parallel
 
 
 class Norm:
@@ -45,7 +46,7 @@ class Norm:
         require_norm(config)
         kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
         norm = kind(hidden_size, eps=eps)
-        mark_sequence_parallel(norm, config)
+        mark_sequence_parallel(norm.parameters(), config)
         return norm
 
 
@@ -68,9 +69,7 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
         bias = nn.Parameter(torch.zeros(input_size, **options))
         is_centered = config.normalization == "LayerNorm"
         self.register_parameter("layer_norm_bias", bias if is_centered else None)
-        for parameter in (self.layer_norm_weight, self.layer_norm_bias):
-            if parameter is not None:
-                parameter.sequence_parallel = config.sequence_parallel  # type: ignore[union-attr]
+        mark_sequence_parallel((self.layer_norm_weight, bias), config)
 
     def forward(self, input_: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         shape, eps = (self.input_size,), self.config.layernorm_epsilon

@@ -26,7 +26,7 @@ def require_version() -> tuple[int, int]:
     return version
 
 
-VERSION = require_version()
+require_version()
 # 0.16: experts are a module and its submodules. Later: one function that builds them.
 IS_A_PAIR = hasattr(backends, "GroupedMLP")
 # 0.16: experts with two 2D parameters, weight1 and weight2.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,9 +30,12 @@ from .state.recipe_state import (
     require_primary_dtype,
 )
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 
 class Sharding(NamedTuple):
-    """The ranks of a group that cut experts along their hidden width.
+    """The ranks of a group that cut a weight, as ops take them.
 
     Args:
         group: its name in torch.distributed.
@@ -43,6 +46,11 @@ class Sharding(NamedTuple):
     group: str
     rank: int
     ranks: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Sharding:
+        """Returns this rank's place in a group."""
+        return cls(group.group_name, group.rank(), group.size())
 
 
 @dataclass(frozen=True)

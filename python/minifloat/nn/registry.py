@@ -131,14 +131,14 @@ class LibraryLayers(Protocol):
         """Returns this process's number among those with other tokens."""
 
 
-MEGATRON = "minifloat.megatron.register"
-LIBRARIES = {"megatron.core.": MEGATRON, "minifloat.megatron.": MEGATRON}  # package -> who knows it
+# The module that knows a library's layers -> the packages that their classes are of.
+LIBRARIES = {"minifloat.megatron.register": ("megatron.core.", "minifloat.megatron.")}
 
 
 def library_of(module: nn.Module) -> LibraryLayers | None:
     """Returns who knows the layers of a module's library; None: no such library."""
-    for package, knows in LIBRARIES.items():
-        if any(cls.__module__.startswith(package) for cls in type(module).__mro__):
+    for knows, packages in LIBRARIES.items():
+        if any(cls.__module__.startswith(packages) for cls in type(module).__mro__):
             layers: LibraryLayers = import_module(knows).LAYERS
             return layers
     return None
@@ -202,10 +202,8 @@ def named_modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         if (library := library_of(module)) is not None:
             for part, number in library.numbers(module).items():
                 numbers[join(raw_fqn, part)] = number
-        parts = raw_fqn.split(".")
-        for i in range(len(parts) if numbers else 0):
-            if (known := numbers.get(".".join(raw_fqn.split(".")[: i + 1]))) is not None:
-                parts[i] = str(known)
+        raw = raw_fqn.split(".")
+        parts = [str(numbers.get(".".join(raw[: i + 1]), part)) for i, part in enumerate(raw)]
         yield clean_name(".".join(parts)), module
 
 

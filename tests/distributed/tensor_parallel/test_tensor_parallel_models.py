@@ -9,9 +9,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.collectives import Begun, Sent
 from tests.support.exact_sums import integers
 from tests.support.parallel_models import (
     EXACT,
@@ -36,19 +36,6 @@ def test_model_is_one_process(world, ranks):
 # ---- what is gathered, what is refused -----------------------------------------------------------
 
 
-class Sent(TorchDispatchMode):
-    """A record of the bytes that a rank gives to each all-gather."""
-
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            self.sizes.append(args[0].nbytes)
-        return func(*args, **(kwargs or {}))
-
-
 def check_payload(mesh):
     """Counts the bits an element that gathers send: x in forward, x for wgrad in backward."""
     for recipe, bits in (
@@ -70,22 +57,6 @@ def check_payload(mesh):
         assert [8 * size / x.numel() for size in sent.sizes] == bits, recipe
 
 
-class Begun(TorchDispatchMode):
-    """A record of the order in which collectives begin and end, and products are launched."""
-
-    NAMES = ("all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor", "scaled_mm")
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.rpartition("::")[2]
-        if name in self.NAMES:
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 def check_overlap(mesh):
     """Checks that backward gathers x beside dgrad's product, and sums dx beside wgrad's."""
     layer = nn.Sequential(nn.Linear(WIDTH, INNER))
@@ -94,9 +65,10 @@ def check_overlap(mesh):
     parallelize_module(layer, mesh, {"0": style})
     x = values(mesh.get_local_rank(), BATCH, TOKENS, WIDTH).requires_grad_()
     y = layer(x).to_local()
-    with Begun() as begun:
+    gather, scatter, wait = "all_gather_into_tensor", "reduce_scatter_tensor", "wait_tensor"
+    product = "scaled_mm"
+    with Begun(gather, scatter, wait, product) as begun:
         y.sum().backward()
-    gather, scatter, wait, product = Begun.NAMES
     assert begun.names == [gather, product, scatter, wait, product, wait]
 
 

@@ -21,7 +21,7 @@ from ...tensor.quantized_tensor import QuantizedTensor
 from ..feed_forward import compute_dtype, order_rows, uncompiled
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+    pass
 
 EXPECTED = (
     "expected w1, w3 and their biases as DTensors with Shard(1), w2 with Shard(2), a fused w13 "
@@ -110,7 +110,7 @@ def begin_product(
             columnwise,
             state.get("amax_history"),
             mesh.get_group(),
-            **sharding_of(mesh)._asdict(),
+            **Sharding.of(mesh.get_group())._asdict(),
             weight_dim=1 if name == "w2" else 0,
         )
     return ProductCall(
@@ -122,11 +122,6 @@ def begin_product(
     )
 
 
-def sharding_of(mesh: DeviceMesh) -> Sharding:
-    """Returns this rank's place among those that cut the weights."""
-    return Sharding(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
-
-
 @uncompiled
 def forward_cut(
     module: Any, x_TD: Tensor, indices_Tk: Tensor, weights_Tk: Tensor, token_ids_T: Tensor | None
@@ -134,7 +129,7 @@ def forward_cut(
     """Computes the forward of Experts; the arguments are those of Experts.forward."""
     x = x_TD.to(compute_dtype(x_TD))
     calls = cut_calls(module, x)
-    products = module.products(calls, sharding=sharding_of(module.w2.device_mesh))
+    products = module.products(calls, sharding=Sharding.of(module.w2.device_mesh.get_group()))
     order = order_rows(indices_Tk, module.experts, token_ids_T)
     with torch.autocast(x.device.type, enabled=False):
         return products.sum_slots(x, indices_Tk, weights_Tk, order)

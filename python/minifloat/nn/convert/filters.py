@@ -151,9 +151,10 @@ class Filters:
         self.is_sized = AUTO_FILTER in names
         self.parts = [name for name in names if name != AUTO_FILTER]
         unused = [part for part in self.parts if not any(part in fqn for fqn in fqns)]
-        self.is_stage = bool(stages_in(model))
-        self.unused = unused + unused_globs(recipes, fqns) if self.is_stage else []
-        if not self.is_stage:
+        self.is_stage, self.unused = bool(stages_in(model)), list[str]()
+        if self.is_stage:
+            self.unused = unused + unused_globs(recipes, fqns)
+        else:
             require_used("filter_fqns", "parts of names of this model's modules", unused, fqns)
             require_globs(recipes, fqns)
         require_one_of("keep", keep, KEEPS)
