@@ -26,6 +26,7 @@ from .moe import register as _register_moe  # functions for models with experts
 from .moe.grouped_mlp import grouped_mlp
 from .moe.layer import MoE
 from .moe.ranks.expert_parallel import expert_parallel
+from .nn.checkpoint_policy import checkpoint_policy
 from .nn.convert.quantize import quantize_
 from .nn.convert.selection import Report
 from .nn.fuse.mlp import MLP
@@ -47,6 +48,7 @@ __all__ = [
     "RecipeMap",
     "Report",
     "calibrate",
+    "checkpoint_policy",
     "engines",
     "expert_parallel",
     "export",

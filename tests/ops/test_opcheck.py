@@ -150,6 +150,30 @@ def activation_calls():
     yield ops.quantize_activation_backward, alone, {"gate_rng": RNG}
 
 
+def recorded_calls():
+    """Yields calls of what torch.compile records of a linear layer."""
+    x, weight, bias = torch.randn(40, 72), torch.randn(24, 72), torch.randn(24)
+    for recipe, recompute, delayed in (
+        ("nvfp4", "", None),
+        ("fp8_tensorwise", "weight", None),
+        ("fp8_delayed", "", history()),
+    ):
+        r = mf.Recipe(recipe)
+        left = ops.quantize(x, r.fprop.a.removesuffix("+delayed"), "")[:4]
+        forward = (recipe, torch.float32, True, recompute, RNG, delayed, 3)
+        suffix = "_delayed" if delayed is not None else ""
+        run, backward_run = (
+            getattr(ops, f"linear_{way}{suffix}") for way in ("forward", "backward")
+        )
+        yield run, (*left, weight, bias, *forward), {}
+        of_x = ops.quantize(x, "", r.wgrad.b.removesuffix("+delayed"), rng=RNG)[4:7]
+        of_w = run(*left, weight, None, *forward)[1:]
+        saved = [*of_x, *([weight, *of_w[1:]] if recompute else of_w)]
+        dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float32)
+        backward = (recipe, [True, True, delayed is None], 72, *dtypes, RNG, delayed, 3)
+        yield backward_run, (torch.randn(40, 24), saved, *backward), {}
+
+
 def sample_calls():
     x, batch = torch.randn(40, 72), torch.randn(2, 40, 72, dtype=torch.bfloat16)
     yield ops.amax, (x, "nvfp4"), {}
@@ -176,6 +200,7 @@ def sample_calls():
     yield from expert_calls()
     yield from mlp_calls()
     yield from activation_calls()
+    yield from recorded_calls()
     for spec in ("mxfp8/32x32", "nvfp4/16x16"):
         q = mf.tensor.quantize(x, spec)
         yield ops.block_scaled_operand, (q.codes, q.scale, q.amax, spec, 72), {}

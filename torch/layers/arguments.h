@@ -86,6 +86,7 @@ struct NeededGradients {
   std::vector<bool> dw, db;
 
   NeededGradients() = default;
+  explicit NeededGradients(bool needs_dx) : dx(needs_dx) {}
   NeededGradients(const Tensor& x, const Layers& layers);
   NeededGradients(bool dx, const Layers& layers);
   bool any() const;

@@ -12,14 +12,15 @@
 // A cast reads the matrix for both directions at once, after a read for an amax where a rule has
 // one of the tensor. Operands that no gradient needs are neither computed nor saved. The op is
 // composite: below it the dispatcher sees quantize and scaled_mm, where it cannot be skipped
-// (ops/direct.h).
+// (ops/direct.h), and torch.compile sees fewer and larger ops (layer_ops.h).
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include "layers/arguments.h"
 #include "layers/layer_call.h"
+#include "layers/layer_ops.h"
 #include "layers/layer_state.h"
-#include "layers/operands.h"
+#include "layers/linear_gradients.h"
 #include "layers/passes.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
@@ -57,9 +58,8 @@ class LinearState : public LayerState {
               const NeededGradients& needs, CurrentAmaxes deferred_amaxes)
       : LayerState("linear", recipe),
         layers_(layers, recipe, x.scalar_type()),
-        x_shape_(x.sym_sizes().vec()),
+        x_{x.sym_sizes().vec(), layers.shards.gathered},
         needs_(needs),
-        gathered_(layers.shards.gathered),
         deferred_amaxes_(std::move(deferred_amaxes)) {
     add_rng(layers.rng);
     add_histories(layers.histories);
@@ -71,75 +71,26 @@ class LinearState : public LayerState {
     raise(deferred_amaxes_);
     variable_list out(1 + n + layers_.bias_dtypes.size());
     const bool is_cut = layers_.sharding && layers_.sharding->token_dim;
-    ProductInput x = is_cut ? ProductInput() : saved_input(layers_, saved, 0, kWgradX);
+    const bool is_recorded = records_backward(layers_, grads);
+    ProductInput x;
+    if (!is_cut && !is_recorded) x = saved_input(layers_, saved, 0, kWgradX);
     for (std::size_t i = 0; i < n; ++i) {
       if (!grads[i].defined()) continue;
-      const LayerGradients d = layer_backward(i, grads[i], x, saved);
+      const LayerGradients d = is_recorded
+                                   ? record_backward(layers_, needs_, grads[i], saved)
+                                   : linear_gradients(layers_, needs_, i, grads[i], x, saved, x_);
       if (d.x.defined()) out[0] = out[0].defined() ? out[0] + d.x : d.x;
       out[1 + i] = d.weight;
       if (d.bias.defined()) out[1 + n + static_cast<std::size_t>(layers_.bias_index[i])] = d.bias;
     }
-    if (out[0].defined() && x_shape_.size() != 2) out[0] = out[0].view_symint(x_shape_);
+    if (out[0].defined() && x_.shape.size() != 2) out[0] = out[0].view_symint(x_.shape);
     return out;
   }
 
  private:
-  // Begins to gather x as wgrad reads x, with the tokens of all ranks.
-  //   returns the gather; none: that of the layers that share x has begun
-  std::optional<TokenGather> begin_gather(const TokenRuns& runs, const variable_list& saved) const {
-    const QuantizedOperand shard{saved[0], saved[1], saved[2], Tensor()};
-    const bool columnwise = !recipe().specs[kWgradX].is_of_forward();
-    if (!gathered_) return TokenGather(*layers_.sharding, runs, shard, columnwise);
-    gathered_->begin(*layers_.sharding, runs, shard, columnwise);
-    return std::nullopt;
-  }
-
-  struct LayerGradients {
-    Tensor x, weight, bias;
-  };
-
-  // Computes one layer's gradients. x: for wgrad; prepared in place where a group shares x.
-  LayerGradients layer_backward(std::size_t i, const Tensor& grad, ProductInput& x,
-                                const variable_list& saved) const {
-    const SavedLayers& layers = layers_;
-    const Tensor g = as_matrix("linear", "gradient", grad);
-    const SymInt m = g.sym_size(0), n = g.sym_size(1);
-    const PlannedProduct dgrad = layers.dgrad(g.device()), wgrad = layers.wgrad(g.device());
-    const Sharding* sharding = layers.sharding ? &*layers.sharding : nullptr;
-    const OperandUse row{kDgradG, needs_.dx, !sharding && dgrad.reads_values()};
-    const OperandUse col{kWgradG, needs_.dw[i], !sharding && wgrad.reads_values()};
-    LayerGradients out;
-    Directions of_g = quantize_both(recipe(), g, row, col, layers.state_of_rows(i));
-    const bool is_cut = sharding && sharding->token_dim;
-    const TokenRuns runs = is_cut ? token_runs(*sharding, x_shape_) : TokenRuns{};
-    // x is gathered beside dgrad, and dx is summed beside wgrad.
-    std::optional<TokenGather> gather;
-    if (col.is_needed && is_cut) gather = begin_gather(runs, saved);
-    if (row.is_needed)
-      out.x = input_gradient(layers, of_g.first, row, saved_weight(layers, saved, i), n,
-                             g.scalar_type(), g.device());
-    of_g.first = {};  // its memory may serve wgrad
-    const bool is_sum = row.is_needed && sharding && (is_cut || sharding->sums_dx);
-    if (is_sum)
-      out.x =
-          is_cut ? begin_scatter_sum(*sharding, runs, out.x) : begin_sum(sharding->group, out.x);
-    if (col.is_needed) {
-      if (is_cut) x = backward_input(layers, gather ? gather->finish() : gathered_->get(), kWgradX);
-      if (layers.product_dtypes.size() > 1)
-        x = prepare_input(wgrad, recipe().recipe.wgrad.b, std::move(x), m);
-      out.weight = weight_gradient(layers, i, of_g.second, col, x, m, g.device(), 1 + i);
-    }
-    if (is_sum) out.x = wait_for(out.x);
-    const int bias = layers.bias_index[i];
-    if (bias >= 0 && needs_.db[static_cast<std::size_t>(bias)])
-      out.bias = bias_gradient(layers, bias, g);
-    return out;
-  }
-
   SavedLayers layers_;
-  std::vector<SymInt> x_shape_;
+  CutInput x_;
   NeededGradients needs_;
-  c10::intrusive_ptr<GatheredInput> gathered_;
   CurrentAmaxes deferred_amaxes_;  // of the forward pass
 };
 

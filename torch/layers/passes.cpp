@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "layers/expert_weights.h"
+#include "layers/layer_ops.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 
@@ -129,6 +130,7 @@ Tensor amax_of_codes(const Spec& spec, const QuantizedOperand& operand) {
 CastContext ForwardPass::state_of(std::size_t i) const {
   CastContext state = state_of_weight(layers, i, layers.shards.sharding, layers.features_of(i));
   state.deferred_amaxes = deferred_amaxes;
+  state.returned_col = returns_saved;
   return state;
 }
 
@@ -202,7 +204,7 @@ Directions weight_operands(const ForwardPass& pass, std::size_t i, const Operand
 std::vector<Tensor> multiply_by_weights(const ForwardPass& pass, const char* op, const Tensor& x) {
   // What a caller gave is checked before a cast raises a history, and a weight before x is cast.
   std::optional<Directions> first;
-  if (pass.layers.prequantized.x.empty()) {
+  if (pass.layers.prequantized.x.empty() && !records_forward(pass.prepared, pass.layers, x)) {
     bridge::check_memory_if_real(op, pass.layers.groups ? "A" : "x", x);
     first = operands_of_forward(pass, 0);
   }
@@ -216,6 +218,7 @@ std::vector<Tensor> multiply_operand(const ForwardPass& pass, const QuantizedOpe
                                      const OperandUse& row, std::optional<Directions> first) {
   const Layers& layers = pass.layers;
   const Sharding* sharding = layers.shards.sharding;
+  if (records_forward(pass.prepared, layers, x.codes)) return record_forward(pass, x);
   const PlannedProduct fprop = pass.fprop();
   const ProductInput left = forward_input(pass, x, row);
   // On one rank, where y is a sum over the ranks.

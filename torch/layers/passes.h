@@ -27,6 +27,8 @@ struct ForwardPass {
       nullptr;  // takes the amaxes instead of the histories; see linear.cpp
   // Takes the amax that a later cast of the weight needs, as GroupedCall's. Null: it is not kept.
   Tensor* keeps_amax = nullptr;
+  // Whether an op returns what backward reads of the weight.
+  bool returns_saved = false;
 
   PlannedProduct fprop() const {
     return plan_product(prepared.recipe.fprop, prepared.fprop, layers.weights[0].device(),
@@ -69,6 +71,8 @@ Tensor as_output(Tensor y, const Tensor& x, const Sharding* sharding);
 // What backward reads of layers besides the saved tensors.
 struct SavedLayers {
   SavedLayers(const Layers& layers, const PreparedRecipe& recipe, at::ScalarType x_dtype);
+  SavedLayers(const PreparedRecipe& of_recipe, at::ScalarType dtype)
+      : recipe(of_recipe), x_dtype(dtype) {}
 
   const PreparedRecipe& recipe;
   std::vector<std::int64_t> streams;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
@@ -93,3 +95,31 @@ def scaled_mm_flops(
     Of groups it counts all rows: each is multiplied once.
     """
     return 2 * a[0] * b[-2] * k
+
+
+@register_flop_formula([ops.linear_forward, ops.linear_forward_delayed])
+def linear_forward_flops(
+    x: torch.Size,
+    scale: object,
+    amax: object,
+    decoded: object,
+    w: torch.Size,
+    *others: object,
+    **how: object,
+) -> int:
+    """Returns 2 M N K of x (M, K) · W (N, K)ᵀ."""
+    return 2 * x[0] * w[0] * w[1]
+
+
+@register_flop_formula([ops.linear_backward, ops.linear_backward_delayed])
+def linear_backward_flops(
+    grad: torch.Size,
+    saved: object,
+    recipe: object,
+    needed: list[bool],
+    k: int,
+    *others: object,
+    **how: object,
+) -> int:
+    """Returns 2 M N K of each of the two products that are needed, from grad (…, N)."""
+    return 2 * prod(grad) * k * sum(needed[:2])

@@ -1,0 +1,34 @@
+// What torch.compile records of a dense layer, besides the cast of x, which layers share and a
+// partitioner may compute again:
+//
+//     linear_forward     casts W and multiplies: returns y, and W as backward reads it
+//     linear_backward    casts the gradient and multiplies twice: returns all gradients
+//
+// Each is one call of the host where the ops within, recorded by themselves, are two to four.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "layers/linear_gradients.h"
+#include "layers/passes.h"
+
+namespace minifloat::torch_ops {
+
+// Returns whether torch.compile traces layers whose forward is recorded as linear_forward: x and
+// the weights are quantized here, whole, and their products read codes.   t: a tensor of the trace
+bool records_forward(const PreparedRecipe& recipe, const Layers& layers, const Tensor& t);
+
+// Returns y (M, N) of each weight, as multiply_operand does, by the op linear_forward.
+std::vector<Tensor> record_forward(const ForwardPass& pass, const QuantizedOperand& x);
+
+// Returns whether the backward pass of one layer is recorded as linear_backward: its weight is
+// whole, and autograd receives the gradient.
+bool records_backward(const SavedLayers& layers, const std::vector<Tensor>& grads);
+
+// Returns what linear_gradients does, by the op linear_backward.
+LayerGradients record_backward(const SavedLayers& layers, const NeededGradients& needs,
+                               const Tensor& grad, const std::vector<Tensor>& saved);
+
+}  // namespace minifloat::torch_ops
