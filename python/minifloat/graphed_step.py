@@ -169,7 +169,7 @@ class GraphedStep:
         for leaf, own in zip(self._require_same_arguments(args, kwargs), self._arguments):
             if isinstance(leaf, Tensor):
                 own.copy_(leaf)
-        received: tuple[Any, Any] = tree_unflatten(self._arguments, self._spec)
+        received: tuple[Any, Any] = tree_unflatten(self._arguments, cast(TreeSpec, self._spec))
         return received
 
     # ---- the step --------------------------------------------------------------------------------
@@ -357,13 +357,14 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _list_of(optimizer: object) -> list[Optimizer]:
     """Returns one optimizer or several as a list."""
-    found = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
-    for each in found:
+    found: list[Optimizer] = []
+    for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         if not isinstance(each, Optimizer):
             raise TypeError(
                 "GraphedStep: optimizer: expected a torch.optim.Optimizer, or a list of those, got "
                 f"{type(each).__name__}"
             )
+        found.append(each)
     return found
 
 
