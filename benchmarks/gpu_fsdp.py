@@ -5,9 +5,8 @@ The model is Llama blocks on several GPUs of one host.
     torchrun --nproc-per-node 4 benchmarks/gpu_fsdp.py [--seq 2048,8192] [--recipes …] [--eager]
     python benchmarks/gpu_fsdp.py --alone 4    # one rank of four on one GPU: nothing is sent
 
-`--graph` captures the step, the optimizer and mf.step included, in one CUDA graph, and times its
-replays. A recipe `NAME wire=SPEC` sends gradients by quantize_gradients_(model, SPEC), not with
---alone.
+`--graph` captures the step in one CUDA graph by mf.GraphedStep, and times its replays. A recipe
+`NAME wire=SPEC` sends gradients by quantize_gradients_(model, SPEC), not with --alone.
 
     work    8 blocks of Llama 3 8B's sizes, without rotary embedding and head; fp32 parameters, bf16
             compute, fp32 reduction; blocks compiled and sharded; forward, backward, fused AdamW,
@@ -45,8 +44,6 @@ from _peers import TORCHAO, convert_by_torchao, installed
 from gpu_blocks import Block
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-from tests.support.graphs import captured
 
 BLOCKS, WIDTH = 8, 4096
 IN_BF16 = ["wk", "wv"]
@@ -146,14 +143,15 @@ def step_ms(
         if finish is not None:
             finish(model)
 
+    run: Callable[[], object] = step
+    if setting.graph:
+        run = mf.GraphedStep(step, model, optimizer, warm_ups=WARM_STEPS)
     for _ in range(WARM_STEPS):
-        step()
+        run()
+    torch.cuda.reset_peak_memory_stats()
     if setting.graph:
         torch.cuda.empty_cache()  # of the uncaptured steps: a graph has memory of its own
-    torch.cuda.reset_peak_memory_stats()
-    run = step
-    if setting.graph:
-        run = captured(step, warm_ups=0, capture_error_mode="thread_local")[0].replay
+        run()  # captures the step
     whole, host = [], []
     for _ in range(STEPS):
         torch.cuda.synchronize()
@@ -168,7 +166,7 @@ def step_ms(
     return 1e3 * statistics.median(whole), 1e3 * statistics.median(host), device_ms(run)
 
 
-def device_ms(step: Callable[[], None]) -> float:
+def device_ms(step: Callable[[], object]) -> float:
     times: list[float] = []
     for _ in range(DELAYED_STEPS):
         torch.cuda.synchronize()

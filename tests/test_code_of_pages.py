@@ -37,10 +37,6 @@ EXCEPTIONS = {
         None,
     ): "tests/lab/test_numerics_lab.py runs it, and compares what it prints",
     (
-        "distributed.md",
-        "A step in a CUDA graph",
-    ): "it needs a CUDA device; tests/gpu/test_sharded_graphs.py captures such steps",
-    (
         "megatron.md",
         "HybridModel",
     ): "it needs megatron-core 0.19; tests/megatron/test_layers.py builds such a model",

@@ -21,6 +21,7 @@ from ._version import __version__ as __version__
 from .distributed import register as _register_distributed  # functions that layers call
 from .engine_choice import engines
 from .functional import linear
+from .graphed_step import GraphedStep
 from .inspector.inspect import inspect
 from .moe import register as _register_moe  # functions for models with experts
 from .moe.grouped_mlp import grouped_mlp
@@ -41,6 +42,7 @@ from .tensor.quantized_tensor import QuantizedTensor
 
 __all__ = [
     "MLP",
+    "GraphedStep",
     "Linear",
     "MoE",
     "QuantizedTensor",

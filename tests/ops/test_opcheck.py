@@ -171,7 +171,7 @@ def recorded_calls():
         saved = [*of_x, *([weight, *of_w[1:]] if recompute else of_w)]
         dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float32)
         backward = (recipe, [True, True, delayed is None], 72, *dtypes, RNG, delayed, 3)
-        yield backward_run, (torch.randn(40, 24), saved, *backward), {}
+        yield run_backward, (torch.randn(40, 24), saved, *backward), {}
 
 
 def sample_calls():
