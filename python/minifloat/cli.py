@@ -10,6 +10,8 @@ import torch
 
 from minifloat._native import ops
 
+RECIPES = "fp8_tensorwise,fp8_rowwise,mxfp4,nvfp4_pow2,mxfp8,nvfp4"  # of doctor --model
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `minifloat ARGV`.
@@ -66,11 +68,60 @@ def add_doctor(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     text = "compare the GPU's casts, products and training steps with the CPU's, in a minute"
     either = parser.add_mutually_exclusive_group()
     either.add_argument("--gpu", action="store_true", help=text)
-    either.add_argument("--json", action="store_true", help="print the description as JSON")
+    text = (
+        "predict a training step by recipe: of a config.json of Hugging Face, of a folder with "
+        "one, or of hidden=4096,intermediate=14336,layers=32,heads=32,kv_heads=8,vocab=128256"
+    )
+    either.add_argument("--model", metavar="CONFIG", help=text)
+    text = "print the description or the prediction as JSON"
+    parser.add_argument("--json", action="store_true", help=text)
+    of_model = parser.add_argument_group("with --model")
+    text = "tokens of a step on each GPU (default: 16384)"
+    of_model.add_argument("--tokens", type=positive, default=16384, metavar="N", help=text)
+    text = "tokens of a sequence (default: 4096, or --tokens where that is less)"
+    of_model.add_argument("--seq", type=positive, metavar="N", help=text)
+    text = "GPUs that FSDP2 shards the model over (default: 1)"
+    of_model.add_argument("--gpus", type=positive, default=1, metavar="N", help=text)
+    text = "GB/s at which each GPU gathers (default: 200, which is assumed)"
+    of_model.add_argument("--link", type=positive, default=200, metavar="RATE", help=text)
+    text = "blocks are compiled; the measurement compiles small ones"
+    of_model.add_argument("--compile", action="store_true", help=text)
+    text = "presets, separated by commas (default: %(default)s)"
+    of_model.add_argument("--recipes", default=RECIPES, metavar="LIST", help=text)
+
+
+def positive(text: str) -> int:
+    """Reads a positive integer of an option."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+def run_prediction(arguments: argparse.Namespace) -> int:
+    """Runs `doctor --model`; returns the exit code, 1 where the model cannot be read."""
+    from minifloat.doctor import pays
+
+    try:
+        about = pays.predict_model(
+            arguments.model,
+            [name for name in arguments.recipes.split(",") if name],
+            tokens=arguments.tokens,
+            seq=arguments.seq,
+            gpus=arguments.gpus,
+            link=arguments.link,
+            is_compiled=arguments.compile,
+        )
+    except (OSError, ValueError) as error:
+        print(f"minifloat doctor: error: {error}", file=sys.stderr)
+        return 1
+    print(json.dumps(about, indent=1) if arguments.json else "\n".join(pays.as_text(about)))
+    return 0
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Runs the subcommand; returns the exit code, 1 where a check fails."""
+    if arguments.model is not None:
+        return run_prediction(arguments)
     from minifloat.doctor import gpu_checks, report
 
     if not arguments.gpu:

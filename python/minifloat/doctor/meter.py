@@ -1,0 +1,301 @@
+"""Measures what predict.py reads: layers, casts, attention, host time and a copy on this machine.
+
+A layer's forward and backward run as in training, with x and the gradient of y cast in each call.
+On a GPU its time is the device's alone. The host's is that of small blocks of the same structure,
+whose kernels take less than their launches. On a CPU both are one, and the host's is 0.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._native import ops
+from ..functional import scaled_grouped_mm
+from ..nn.convert.quantize import quantize_
+from ..nn.linear import Linear
+from ..nn.state.model_state import step
+from ..private_torch import sleep_cycles
+from ..recipe import Recipe
+from ..spec import Spec
+from .model_sizes import Part
+from .predict import BF16, Job, Measured, PartTime
+
+MOST_TOKENS = {"cuda": 16384, "cpu": 256}  # of a batch that is measured
+SHARE = 0.5  # of the free memory that a measurement may take
+CYCLES = 2e9  # of a GPU's clock in a second
+BLOCKS = 4  # whose launches are timed
+SMALL = {"hidden": 256, "heads": 2, "kv_heads": 1, "ffn": 512}  # of them
+SMALL_TOKENS = 128
+
+
+class Meter:
+    """Measures on a device, each thing once.
+
+    Args:
+        device: where.
+        seconds: of work before and while a thing is timed on a GPU; GPUs slow down under load.
+    """
+
+    def __init__(self, device: torch.device, seconds: float = 0.2) -> None:
+        self.device, self.seconds = device, seconds if device.type == "cuda" else 0.0
+        self.known: dict[Any, Any] = {}
+
+    def measure(self, job: Job, recipes: Iterable[str]) -> Measured:
+        """Returns the times that a prediction of a job reads."""
+        all_recipes = list(dict.fromkeys([BF16, *recipes]))
+        model = job.model
+        parts: dict[str, dict[Part, PartTime]] = {}
+        for recipe in all_recipes:
+            chosen = [p for p in model.parts() if p.is_converted or recipe == BF16]
+            parts[recipe] = {p: self.part(p, recipe, job.tokens) for p in chosen}
+        shape = (model.heads, model.kv_heads, job.seq, model.head_dim)
+        return Measured(
+            parts=parts,
+            attention=self.once(("attention", *shape), lambda: self.attention(*shape)),
+            host={recipe: self.host(recipe, job.is_compiled) for recipe in all_recipes},
+            copy=self.once("copy", self.copy),
+        )
+
+    def once(self, key: Any, find: Callable[[], Any]) -> Any:
+        if key not in self.known:
+            self.known[key] = find()
+        return self.known[key]
+
+    # ---- Layers ----------------------------------------------------------------------------------
+
+    def part(self, part: Part, recipe: str, tokens: int) -> PartTime:
+        key = (part.k, part.ns, part.experts, part.rows, recipe, min(tokens, self.most(part)))
+        return self.once(key, lambda: self.time_part(part, recipe, key[-1]))
+
+    def most(self, part: Part) -> int:
+        """Returns the tokens of a batch that is measured at most: what fits."""
+        most = MOST_TOKENS[self.device.type]
+        if self.device.type == "cuda":
+            # x, its gradient, y, its gradient and as much again for codes; W, its gradient, codes
+            each = 2 * 4 * part.rows * (part.k + sum(part.ns))
+            left = SHARE * torch.cuda.mem_get_info()[0] - 2 * 3 * part.weights
+            while most > 256 and most * each > left:
+                most //= 2
+        return most
+
+    def time_part(self, part: Part, recipe: str, tokens: int) -> PartTime:
+        prepare = expert_call if part.experts else layer_call
+        total = self.device_ms(prepare(part, recipe, tokens, self.device))
+        if recipe == BF16:
+            return PartTime(total, 0.0, 0.0, tokens)
+        how = Recipe(recipe)
+        rows, width = tokens * part.rows, sum(part.ns)
+        weights = max(part.experts, 1) * width
+        casts = self.cast((rows, part.k), how.fprop.a, how.wgrad.b)
+        casts += self.cast((rows, width), how.dgrad.a, how.wgrad.a)
+        of_weights = self.cast((weights, part.k), how.fprop.b, how.dgrad.b)
+        return PartTime(total, casts, of_weights, tokens)
+
+    def cast(self, shape: tuple[int, int], row: str, col: str) -> float:
+        """Returns the ms in which both directions of a matrix are cast."""
+        return self.once(("cast", shape, row, col), lambda: self.time_cast(shape, row, col))
+
+    def time_cast(self, shape: tuple[int, int], row: str, col: str) -> float:
+        sides = {"row": row, "col": col}
+        sides = {side: "" if Spec.parse(spec).is_bf16 else spec for side, spec in sides.items()}
+        if not any(sides.values()):
+            return 0.0
+        given: dict[str, Any] = {"x": self.draw(*shape), **sides, "stream_row": 0, "stream_col": 1}
+        given["rng"] = torch.tensor([1, 2], device=self.device)
+        for side, spec in sides.items():
+            if spec and Spec.parse(spec).is_delayed:
+                given[f"amax_{side}"] = torch.tensor(5.0, device=self.device)
+        return self.device_ms(lambda: ops.quantize(**given))
+
+    # ---- The rest of a step ----------------------------------------------------------------------
+
+    def attention(self, heads: int, kv_heads: int, seq: int, width: int) -> float:
+        """Returns the ms of one sequence's attention, forward and backward."""
+        q, g = (self.draw(1, heads, seq, width) for _ in range(2))
+        k, v = (self.draw(1, kv_heads, seq, width) for _ in range(2))
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+
+        def call() -> None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            torch.autograd.grad(y, leaves, g)
+
+        return self.device_ms(call)
+
+    def copy(self) -> float:
+        """Returns the bytes that a copy reads and writes in a ms."""
+        size = 1 << (28 if self.device.type == "cuda" else 24)
+        made: dict[str, Any] = {"dtype": torch.uint8, "device": self.device}
+        source, target = (torch.zeros(size, **made) for _ in range(2))
+        return 2 * size / self.device_ms(lambda: target.copy_(source))
+
+    def host(self, recipe: str, is_compiled: bool) -> float:
+        """Returns the ms in which the host launches one block's step under a recipe."""
+        if self.device.type != "cuda":
+            return 0.0
+        key = ("host", recipe, is_compiled)
+        return self.once(key, lambda: time_host(recipe, is_compiled, self.device))
+
+    def draw(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device, dtype=torch.bfloat16)
+
+    def device_ms(self, call: Callable[[], object]) -> float:
+        """Returns the median ms of a call on the device, without the host's launches."""
+        call()
+        if self.device.type != "cuda":
+            times = []
+            for _ in range(2):
+                begin = time.perf_counter()
+                call()
+                times.append(time.perf_counter() - begin)
+            return 1e3 * min(times)
+        return time_on_gpu(call, self.seconds)
+
+
+def time_on_gpu(call: Callable[[], object], seconds: float) -> float:
+    """Returns the ms of a call on the GPU, under load: the median of what runs for `seconds`.
+
+    Before each group of calls the GPU waits until the host has launched them.
+    """
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    call()
+    launch = time.perf_counter() - begin
+    torch.cuda.synchronize()
+    whole = time.perf_counter() - begin
+    calls = max(2, min(16, round(0.02 / whole)))
+    times: list[float] = []
+    start = time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - start < seconds:
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        sleep_cycles(int(1.3 * CYCLES * launch * calls))
+        first.record()
+        for _ in range(calls):
+            call()
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last) / calls)
+    return statistics.median(times[len(times) // 2 :])  # the GPU is warm in the later ones
+
+
+class Siblings(nn.Module):
+    """Linear layers that read one input."""
+
+    def __init__(self, k: int, ns: Iterable[int], made: dict[str, Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(k, n, bias=False, **made) for n in ns)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [layer(x) for layer in self.layers]
+
+
+def layer_call(part: Part, recipe: str, tokens: int, device: torch.device) -> Callable[[], object]:
+    """Returns a forward and backward of a part's layers."""
+    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    net = Siblings(part.k, part.ns, made)
+    x = torch.randn(tokens, part.k, **made).requires_grad_()
+    gradients = [torch.randn(tokens, n, **made) for n in part.ns]
+    if recipe != BF16:
+        quantize_(net, recipe, keep="nothing")
+
+    def call() -> None:
+        torch.autograd.backward(net(x), gradients)
+        net.zero_grad()
+        x.grad = None
+        forget_codes(net)
+
+    for _ in range(2 if recipe != BF16 else 0):  # delayed scaling has its first scales after two
+        call()
+        step(net)
+    return call
+
+
+def forget_codes(net: nn.Module) -> None:
+    """Makes the next forward cast each weight, as the first micro-batch of a step does."""
+    for layer in net.modules():
+        if isinstance(layer, Linear):
+            layer.weight_codes = None
+
+
+def expert_call(part: Part, recipe: str, tokens: int, device: torch.device) -> Callable[[], object]:
+    """Returns a forward and backward of experts, each with as many rows as the others."""
+    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    rows, n = tokens * part.rows, sum(part.ns)
+    x = torch.randn(rows, part.k, **made).requires_grad_()
+    w = torch.randn(part.experts, n, part.k, **made).requires_grad_()
+    g = torch.randn(rows, n, **made)
+    ends = torch.arange(1, part.experts + 1, device=device) * rows // part.experts
+    offs = ends.to(torch.int32)
+    how: dict[str, Any] = {"rng": torch.tensor([17, 3, 1], device=device)}
+    how["amax_history"] = torch.full((6, part.experts, 4), 5.0, device=device)
+
+    def call() -> None:
+        y = scaled_grouped_mm(x, w.transpose(1, 2), offs, recipe, **how)
+        torch.autograd.grad(y, (x, w), g)
+
+    return call
+
+
+# ---- The host ------------------------------------------------------------------------------------
+
+
+class SmallBlock(nn.Module):
+    """A block of Llama's structure, for the time of its launches."""
+
+    def __init__(self, hidden: int, heads: int, kv_heads: int, ffn: int) -> None:
+        super().__init__()
+        self.width = hidden // heads
+        self.first_norm, self.second_norm = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
+        self.wq, self.wo = (nn.Linear(hidden, hidden, bias=False) for _ in range(2))
+        self.wk, self.wv = (nn.Linear(hidden, kv_heads * self.width, bias=False) for _ in range(2))
+        self.w1, self.w3 = (nn.Linear(hidden, ffn, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(ffn, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first_norm(x)
+        all_heads = (w(y).unflatten(-1, (-1, self.width)) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (heads.transpose(1, 2) for heads in all_heads)
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.wo(o.transpose(1, 2).flatten(2))
+        y = self.second_norm(x)
+        return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
+
+
+def time_host(recipe: str, is_compiled: bool, device: torch.device) -> float:
+    """Returns the median ms of a small block's step: forward, backward, AdamW and mf.step."""
+    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    net = nn.Sequential(*(SmallBlock(**SMALL) for _ in range(BLOCKS))).to(**made)
+    if recipe != BF16:
+        quantize_(net, recipe, keep="nothing")
+    if is_compiled:
+        torch.compiler.reset()  # or a limit of graphs a function makes later recipes eager
+        for block in net:
+            block.compile()
+    on_gpu = device.type == "cuda"
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=on_gpu)
+    x = torch.randn(1, SMALL_TOKENS, SMALL["hidden"], **made)
+
+    def train() -> None:
+        net(x).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if recipe != BF16:
+            step(net)
+
+    wait = torch.cuda.synchronize if on_gpu else (lambda: None)
+    for _ in range(3):
+        train()
+    times = []
+    for _ in range(10):
+        wait()
+        begin = time.perf_counter()
+        train()
+        wait()
+        times.append(1e3 * (time.perf_counter() - begin) / BLOCKS)
+    return statistics.median(times)

@@ -1,0 +1,84 @@
+"""`minifloat doctor --model`: whether a recipe pays for a model on this machine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from .._native import ops
+from ..engine_choice import CPU, engines
+from ..recipe import presets
+from .meter import Meter
+from .model_sizes import read_sizes
+from .predict import Job, Row, predict, table
+
+SEQUENCE = 4096
+ROUNDED = 3  # digits of the ms in JSON
+
+
+def predict_model(
+    model: str,
+    recipes: list[str],
+    *,
+    tokens: int,
+    seq: int | None = None,
+    gpus: int = 1,
+    link: float = 200.0,
+    is_compiled: bool = False,
+) -> dict[str, Any]:
+    """Measures this machine, and predicts a step of the model under each recipe.
+
+    Args:
+        model: a config.json, a folder with one, or sizes as text.
+        recipes: presets.
+        tokens, seq, gpus, link, is_compiled: as of Job; seq None: 4096, or `tokens` where that is
+            less.
+
+    Returns:
+        A JSON object; `as_text` prints it.
+
+    Raises:
+        OSError: the config cannot be read.
+        ValueError: an argument is not as expected.
+    """
+    for name in recipes:
+        if name not in presets():
+            raise ValueError(f"--recipes: expected presets ({', '.join(presets())}), got {name!r}")
+    seq = min(seq or SEQUENCE, tokens)
+    if tokens % seq:
+        raise ValueError(f"--tokens: expected whole sequences of {seq}, got {tokens}")
+    job = Job(read_sizes(model), tokens, seq, gpus, float(link), is_compiled)
+    on_gpu = torch.cuda.is_available() and ops.has_cuda()
+    capability = torch.cuda.get_device_capability() if on_gpu else CPU
+    begin = time.perf_counter()
+    rows = predict(job, Meter(torch.device("cuda" if on_gpu else "cpu")).measure(job, recipes))
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "job": asdict(job),
+        "seconds": round(time.perf_counter() - begin, 1),
+        "rows": [rounded(row) for row in rows],
+        "emulated": {
+            name: [e.product for e in engines(name, capability) if not e.native] for name in recipes
+        },
+    }
+
+
+def rounded(row: Row) -> dict[str, Any]:
+    cells = asdict(row).items()
+    return {name: round(v, ROUNDED) if isinstance(v, float) else v for name, v in cells}
+
+
+def as_text(about: dict[str, Any]) -> Iterator[str]:
+    """Yields the lines of a prediction."""
+    job = about["job"]
+    text = f"{about['device']}: predicted step of {job['tokens']} tokens a GPU, sequences of "
+    text += f"{job['seq']}, {'compiled' if job['is_compiled'] else 'eager'} blocks"
+    if job["gpus"] > 1:
+        text += f", FSDP2 over {job['gpus']} GPUs at {job['link']:g} GB/s (as given, not measured)"
+    yield f"{text}; measured in {about['seconds']} s"
+    emulated = {name: ", ".join(products) for name, products in about["emulated"].items()}
+    yield from table([Row(**row) for row in about["rows"]], emulated)

@@ -1,0 +1,206 @@
+"""The time of a training step by recipe, from times that were measured on this machine.
+
+step      the longest of device, host and link: the host launches while the device computes, and
+          FSDP2 gathers the next block meanwhile
+device    GEMMs + casts + attention + memory
+memory    norms, residuals, rotations, gates, loss and AdamW, by their bytes at a copy's speed
+host      the launches of a block's step, times the blocks
+link      what FSDP2 gathers before forward and before backward, and the gradients that it reduces
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..recipe import Recipe
+from ..spec import Spec
+from .model_sizes import ModelSizes, Part
+
+BF16 = "bf16"
+BYTES = 2  # of parameters, gradients and states of AdamW
+# Elements that are read or written a token and block, of hidden width D and feed-forward width F.
+# Norms read and write D forward, and in backward x, the gradient, the residual's and the result;
+# eager residuals and sums of gradients are kernels of their own. Gates: silu(a) * b and backward.
+WIDTHS = {True: (16, 8), False: (24, 14)}  # compiled, eager
+ROTATED = 4  # of q and k
+LOSS = 8  # bytes an element of the logits: two reads forward, a read and a write in backward
+UPDATED = 7  # AdamW reads the weight, gradient and states, and writes all but the gradient
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        model: the sizes.
+        tokens: of a step on each GPU, in sequences of `seq`.
+        gpus: that FSDP2 shards over.
+        link: GB/s at which a GPU gathers.
+        is_compiled: whether blocks are compiled; else eager.
+    """
+
+    model: ModelSizes
+    tokens: int
+    seq: int
+    gpus: int = 1
+    link: float = 200.0
+    is_compiled: bool = False
+
+
+@dataclass(frozen=True)
+class PartTime:
+    """Milliseconds of one part's forward and backward.
+
+    Attributes:
+        total: all of it, at `tokens` of the batch.
+        casts: of x and g, within the total.
+        weight_casts: of W, within the total, which do not grow with the tokens.
+        tokens: of the batch that was measured.
+    """
+
+    total: float
+    casts: float
+    weight_casts: float
+    tokens: int
+
+    def at(self, tokens: int) -> tuple[float, float]:
+        """Returns the ms of (GEMMs, casts) at other tokens."""
+        scale = tokens / self.tokens
+        products = max(self.total - self.casts - self.weight_casts, 0.0)
+        return products * scale, min(self.casts, self.total) * scale + self.weight_casts
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The times of one machine.
+
+    Attributes:
+        parts: of each recipe, bf16 among them, each converted part's; the head's stands in bf16.
+        attention: ms of one sequence's attention in one block, forward and backward.
+        host: of each recipe the ms in which the host launches a block's step; 0: the host is the
+            device.
+        copy: bytes a ms that a copy reads and writes.
+    """
+
+    parts: Mapping[str, Mapping[Part, PartTime]]
+    attention: float
+    host: Mapping[str, float]
+    copy: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """A recipe's predicted step. Times are in ms."""
+
+    recipe: str
+    ms: float
+    speed: float  # bf16's time over this
+    gemms: float
+    casts: float
+    attention: float
+    memory: float
+    host: float
+    link: float
+    limit: str
+
+    @property
+    def device(self) -> float:
+        return self.gemms + self.casts + self.attention + self.memory
+
+
+def predict(job: Job, measured: Measured) -> list[Row]:
+    """Predicts the step of each measured recipe; bf16 is the first row."""
+    rows: list[Row] = []
+    for recipe in dict.fromkeys((BF16, *measured.parts)):
+        gemms = casts = 0.0
+        for part in job.model.parts():
+            time = measured.parts[recipe if part.is_converted else BF16][part]
+            products, quantized = time.at(job.tokens)
+            gemms += part.count * products
+            casts += part.count * quantized
+        times = {
+            "GEMMs": gemms,
+            "casts": casts,
+            "attention": job.model.layers * job.tokens / job.seq * measured.attention,
+            "memory": moved_bytes(job) / measured.copy,
+        }
+        device = sum(times.values())
+        host = job.model.layers * measured.host[recipe]
+        link = linked_bytes(job, recipe) / (1e6 * job.link)
+        ms = max(device, host, link)
+        limit = max(times, key=lambda name: times[name])
+        limit = "link" if ms > max(device, host) else "host" if ms > device else limit
+        rows.append(
+            Row(
+                recipe=recipe,
+                ms=ms,
+                speed=(rows[0].ms if rows else ms) / ms,
+                gemms=gemms,
+                casts=casts,
+                attention=times["attention"],
+                memory=times["memory"],
+                host=host,
+                link=link,
+                limit=limit,
+            )
+        )
+    return rows
+
+
+def moved_bytes(job: Job) -> float:
+    """Counts what is read and written beside linear layers and attention."""
+    model = job.model
+    of_hidden, of_gate = WIDTHS[job.is_compiled]
+    token = of_hidden * model.layers * model.hidden + of_gate * model.gated_widths()
+    token += ROTATED * model.layers * (model.heads + model.kv_heads) * model.head_dim
+    weights = model.other_weights + sum(part.count * part.weights for part in model.parts())
+    states = UPDATED * BYTES * weights / job.gpus
+    return job.tokens * (BYTES * token + LOSS * model.vocab) + states
+
+
+def linked_bytes(job: Job, recipe: str) -> float:
+    """Counts what a GPU receives in a step under FSDP2: codes of W twice, bf16 gradients once."""
+    total = 3.0 * BYTES * job.model.other_weights
+    for part in job.model.parts():
+        how = Recipe(recipe if part.is_converted else BF16)
+        specs = (how.fprop.b, how.dgrad.b)
+        total += part.count * part.weights * (BYTES + sum(map(bytes_each, specs)))
+    return total * (job.gpus - 1) / job.gpus
+
+
+def bytes_each(spec: str) -> float:
+    """Returns the bytes that an element of a large matrix takes in a spec, scales included."""
+    parsed = Spec.parse(spec)
+    if parsed.is_bf16:
+        return BYTES
+    side = 1024
+    code_cols, _, scale_rows, scale_cols = parsed.sizes(side, side)
+    codes = side * code_cols + parsed.scale_dtype.itemsize * scale_rows * max(scale_cols, 1)
+    return codes / side**2
+
+
+def table(rows: list[Row], emulated: Mapping[str, str]) -> list[str]:
+    """Formats rows.   emulated: of each recipe the products whose GEMMs do not read codes."""
+    names = ("GEMMs", "casts", "attention", "memory", "host", "link")
+    lines = [f"{'recipe':<21}{'ms':>9}{'speed':>7}" + "".join(f"{name:>10}" for name in names)]
+    for row in rows:
+        parts = (row.gemms, row.casts, row.attention, row.memory, row.host, row.link)
+        cells = "".join(f"{ms:10.1f}" for ms in parts)
+        lines.append(f"{row.recipe:<21}{row.ms:9.1f}{row.speed:7.2f}{cells}")
+    lines.append("what limits:")
+    for row in rows:
+        lines.append(f"  {row.recipe:<21}{explain(row, emulated.get(row.recipe, ''))}")
+    return lines
+
+
+def explain(row: Row, emulated: str) -> str:
+    """Says in a line what limits a recipe."""
+    if row.limit in ("host", "link"):
+        late = row.host if row.limit == "host" else row.link
+        text = f"{row.limit}, {late:.1f} ms; the device computes for {row.device:.1f} ms of them"
+    else:
+        parts = {"GEMMs": row.gemms, "casts": row.casts}
+        parts |= {"attention": row.attention, "memory": row.memory}
+        text = f"{row.limit}, {parts[row.limit] / row.device:.0%} of the device's time"
+    return f"{text}; emulated here: {emulated}" if emulated else text
