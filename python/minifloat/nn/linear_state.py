@@ -132,7 +132,7 @@ class LinearState(RecipeState):
             if is_distributed(value):
                 self.weight_codes = None  # torch does not count writes to its memory
         super().__setattr__(name, value)
-        if gather is not None and name == "training":
+        if gather is not None and name in ("training", "amax_history"):
             gather.forget()
         if name in ("weight", "accumulate"):
             self.__dict__.pop("__setattr__", None)

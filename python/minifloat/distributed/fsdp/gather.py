@@ -315,10 +315,10 @@ class Gather:
 
     def serves_forward_alone(self) -> bool:
         """Tells whether FSDP2 will gather again before backward; False without its state."""
-        if is_in_backward() or not self.is_gathered_for_backward():
-            return False
-        state = getattr(self.fsdp_group(), "_training_state", None)
-        return getattr(state, "_name_", "") == "FORWARD"  # an enum's name, without a property
+        group = None if is_in_backward() else self.fsdp_group()
+        state = getattr(group, "_training_state", None)  # an enum, whose property `name` is slow
+        is_forward = getattr(state, "_name_", "") == "FORWARD"
+        return is_forward and bool(getattr(group, "_reshard_after_forward", False))
 
     def held_shard(self, device: torch.device) -> Tensor:
         """Returns this rank's part of the parameter on the device that computes."""

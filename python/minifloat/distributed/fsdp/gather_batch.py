@@ -131,6 +131,7 @@ class Batch:
         self.is_touched = True  # whether an op may have written to a shard since then
         self.has_alias = False  # whether writes may come that note_write is not told of
         self.is_training = False  # whether all layers are in training
+        self.histories = [gather.module().amax_history for gather in gathers]
         self.was_training = True  # at the last gather that read those amaxes, or could not
         self.is_captured = False  # whether a CUDA graph has captured a gather
 
@@ -141,7 +142,9 @@ class Batch:
 
         FSDP2 offloads that shard, or calls hooks in another order.
         """
-        held = self.shards() if self.fsdp_parameters else [shard]
+        held = self.shards()
+        if not self.fsdp_parameters:
+            held = [shard]
         if gather is not self.gathers[0] or not held or held[0] is not shard:
             return Batch([gather]).send(gather, shard)
         self.held = held
@@ -242,8 +245,7 @@ class Batch:
             is_measured = True
         histories = shards  # where nothing is delayed: any tensors, which are not read
         if self.is_delayed:
-            kept = [gather.module().amax_history for gather in self.gathers]
-            histories = [s if h is None else h for h, s in zip(kept, shards)]
+            histories = [s if h is None else h for h, s in zip(self.histories, shards)]
         inputs: list[list[Tensor]]
         inputs = self.native_cast(shards, histories, selection, ALL_WEIGHTS, is_measured)
         return inputs
@@ -254,7 +256,9 @@ class Batch:
         """Returns this rank's rows of each weight; none where FSDP2 has other tensors."""
         if self.hooks and self.hooks[0].start is not None:
             return self.held
-        self.is_training = all([gather.module().training for gather in self.gathers])
+        layers = [gather.module() for gather in self.gathers]
+        self.is_training = all([layer.training for layer in layers])
+        self.histories = [layer.amax_history for layer in layers]
         self.has_alias = any([gather.has_alias for gather in self.gathers])
         self.is_touched = True
         kept = [p for reference in self.fsdp_parameters if (p := reference()) is not None]
