@@ -224,7 +224,10 @@ def test_reports():
 
 
 def test_what_is_no_candidate():
-    """Modules with other parameters, of other shapes or with more arguments have no row."""
+    """Modules of other shapes, or with more arguments and no activation of their own, have no row.
+
+    One with other parameters is told to part them from its feed-forward.
+    """
 
     class Normed(FeedForward):
         def __init__(self):
@@ -236,9 +239,12 @@ def test_what_is_no_candidate():
             return super().forward(x)
 
     two = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN))
-    for module in (Normed(), Routed(), two):
+    for module in (Routed(), two):
         report = converted(module)[1]
         assert report.fused == report.not_fused == []
+    report = converted(Normed())[1]
+    assert report.fused == []
+    assert "more than the feed-forward of w1, w3 and w2" in report.not_fused[0][1]
 
 
 def test_sequential_and_fake_tensors(calls):

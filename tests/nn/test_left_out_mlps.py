@@ -328,3 +328,40 @@ def test_a_layer_under_two_names():
     fused, unfused, report = twins(module)
     assert report.not_fused == [("0", "one of its layers has two names")]
     require_twins(fused, unfused)
+
+
+class WholeBlock(nn.Module):
+    """A block whose forward computes attention's products and a feed-forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(32)
+        self.wq, self.wo = (nn.Linear(32, 32, bias=False) for _ in range(2))
+        self.w1, self.w3 = (nn.Linear(32, 64, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x):
+        h = x + self.wo(self.wq(x))
+        y = self.norm(h)
+        return h + self.w2(F.silu(self.w1(y)) * self.w3(y))
+
+
+class Adapted(nn.Module):
+    """Three layers whose shapes are a feed-forward's, without an activation, and a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 64), nn.Linear(64, 32)
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        return self.b(self.a(x)) * self.scale
+
+
+def test_a_feed_forward_within_a_larger_forward_is_reported():
+    model = nn.ModuleDict({"block": WholeBlock(), "adapted": Adapted()})
+    report = mf.quantize_(model, "mxfp8", fuse=True)
+    [(name, reason)] = report.not_fused
+    assert name == "block"
+    assert "more than the feed-forward of w1, w3 and w2; move those into a module" in reason
+    assert not mf.quantize_(WholeBlock(), "mxfp8").not_fused

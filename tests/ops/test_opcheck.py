@@ -162,9 +162,8 @@ def recorded_calls():
         left = ops.quantize(x, r.fprop.a.removesuffix("+delayed"), "")[:4]
         forward = (recipe, torch.float32, True, recompute, RNG, delayed, 3)
         suffix = "_delayed" if delayed is not None else ""
-        run, backward_run = (
-            getattr(ops, f"linear_{way}{suffix}") for way in ("forward", "backward")
-        )
+        ways = ("forward", "backward")
+        run, run_backward = (getattr(ops, f"linear_{way}{suffix}") for way in ways)
         yield run, (*left, weight, bias, *forward), {}
         of_x = ops.quantize(x, "", r.wgrad.b.removesuffix("+delayed"), rng=RNG)[4:7]
         of_w = run(*left, weight, None, *forward)[1:]

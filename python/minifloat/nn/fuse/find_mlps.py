@@ -26,6 +26,12 @@ from ..linear import Linear
 from ..names import clean_name
 from .mlp import MLP, match_mlp, mlp_class, restore_mlp
 
+ACTIVATIONS = {"silu", "gelu"}  # functions, by the names that a forward reads
+WITHIN = (
+    "its forward computes more than the feed-forward of {}; move those into a module of their own, "
+    "whose forward takes x alone"
+)
+
 
 def convert_mlps(
     model: nn.Module, *, all_classes: bool
@@ -42,6 +48,9 @@ def convert_mlps(
     fused, not_fused = [], []
     for name, parent in model.named_modules():
         found = layers_of(parent)
+        if found is None and all_classes and (names := layers_within(parent)):
+            texts = f"{', '.join(names[:-1])} and {names[-1]}"
+            not_fused.append((clean_name(name), WITHIN.format(texts)))
         if found is None or not (all_classes or isinstance(parent, MLP)):
             continue
         try:
@@ -87,6 +96,27 @@ def layers_of(parent: nn.Module) -> dict[str, Linear] | None:
     except (TypeError, ValueError):
         return None
     return None if "forward" in parent.__dict__ else found
+
+
+def layers_within(parent: nn.Module) -> list[str]:
+    """Returns the layers of a feed-forward that a larger forward seems to compute, down last.
+
+    Such layers are children of one module, as its activation is or is called in its forward, and
+    their shapes fit. No layers: there is no sign of a feed-forward.
+    """
+    layers = {n: child for n, child in parent._modules.items() if isinstance(child, Linear)}
+    names = getattr(getattr(type(parent).forward, "__code__", None), "co_names", ())
+    if not ACTIVATIONS.intersection(names) and not any(
+        isinstance(child, (nn.SiLU, nn.GELU)) for child in parent.children()
+    ):
+        return []
+    found: list[str] = []
+    for name, down in layers.items():
+        shape = down.out_features, down.in_features
+        ups = [n for n, up in layers.items() if (up.in_features, up.out_features) == shape]
+        if ups and down.in_features != down.out_features and len(ups) + 1 >= len(found):
+            found = [*ups, name]  # the last one where two layers have each other's shapes
+    return found
 
 
 def require_one_op(layers: list[Linear]) -> None:
