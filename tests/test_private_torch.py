@@ -151,3 +151,9 @@ def test_fsdp_assigns_to_parameters_itself():
         layer.weight = weight
     with pytest.raises(AssertionError, match="weight"):
         layer.__setattr__("weight", weight)
+
+
+def test_the_functional_collectives():
+    names = {op.name() for op in private.collective_ops()}
+    assert "_c10d_functional::all_to_all_single" in names
+    assert len(names) == 4

@@ -55,6 +55,12 @@ next_node_number = torch._C._autograd._get_sequence_nr  # of the node that this 
 COUNTS_WRITES = DispatchKey.ADInplaceOrView  # the key of kernels that count writes to a tensor
 
 
+def collective_ops() -> list[OpOverload]:
+    """Returns the functional collectives whose results other ranks have a part in."""
+    names = "all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor"
+    return [getattr(torch.ops._c10d_functional, name).default for name in names]
+
+
 def has_transform() -> bool:
     """Tells whether a transform of torch.func is under way, also where is_transformed is off."""
     return bool(torch._C._functorch.peek_interpreter_stack())
