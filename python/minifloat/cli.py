@@ -82,8 +82,8 @@ def add_doctor(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     of_model.add_argument("--seq", type=positive, metavar="N", help=text)
     text = "GPUs that FSDP2 shards the model over (default: 1)"
     of_model.add_argument("--gpus", type=positive, default=1, metavar="N", help=text)
-    text = "GB/s at which each GPU gathers (default: 200, which is assumed)"
-    of_model.add_argument("--link", type=positive, default=200, metavar="RATE", help=text)
+    text = "GB/s at which each GPU gathers (default: 200 is assumed)"
+    of_model.add_argument("--link", type=positive, metavar="RATE", help=text)
     text = "blocks are compiled; the measurement compiles small ones"
     of_model.add_argument("--compile", action="store_true", help=text)
     text = "presets, separated by commas (default: %(default)s)"
@@ -92,7 +92,7 @@ def add_doctor(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def positive(text: str) -> int:
     """Reads a positive integer of an option."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
 
