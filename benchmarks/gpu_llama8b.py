@@ -35,6 +35,9 @@ Expected by hand, in GiB; a sequence has 8192 tokens, and tensors are bf16:
 
 So on 139 GiB bf16 should fit 2 sequences and the recipes 3; on 78 GiB bf16 none, FP4 1.
 
+A name that ends with +policy keeps what mf.checkpoint_policy keeps of each block: its input, q, k,
+v, attention's output, the sum after it, gate and up, 92 KiB a token, so 23.0 GiB a sequence.
+
 A recipe is a process of its own, and leaves OUT/RECIPE_DEVICE.jsonl.xz. bf16 comes first: all
 others are also measured at its largest batch. A recipe with a record for this GPU in OUT or in
 research/parity/llama8b is not run again. The tables are printed from those records.
@@ -52,6 +55,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +66,21 @@ from _parity_records import BF16, Record, read_record, write_record
 from _peers import convert_by_torchao
 from gpu_parity import TORCHAO_PREFIX, LossLlama
 from minifloat.doctor.products import product_dtype
+from minifloat.nn.checkpoint_policy import checkpoint_policy
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import step as finish_step
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.support.llama import ModelConfig, compile_layers
 
 RESULTS = timing.ROOT / "research" / "parity" / "llama8b"
 RECIPES = [BF16, "fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2"]
 RECIPES += [f"{TORCHAO_PREFIX}tensorwise", f"{TORCHAO_PREFIX}rowwise"]
+POLICY = "+policy"  # of a recipe's name: each block is checkpointed by mf.checkpoint_policy
+RECIPES += [f"{recipe}{POLICY}" for recipe in ("fp8_tensorwise", "fp8_rowwise", "mxfp4")]
+CONTEXTS = partial(create_selective_checkpoint_contexts, checkpoint_policy)
 OPTIONS: dict[str, Any] = {"fuse": True, "recompute": "weight"}  # of mf.quantize_
 PEAK = 989e12  # operations a second
 GIB = 2**30
@@ -130,11 +139,14 @@ class Run:
         self.flops = step_flops(self.model, trial.seq, trial.seq)  # of a sequence
         torch.set_default_dtype(torch.float32)
         if self.is_converted:
-            quantize_(self.model, name, **OPTIONS)
+            quantize_(self.model, name.removesuffix(POLICY), **OPTIONS)
         elif name != BF16:
             convert_by_torchao(
                 self.model, name.removeprefix(TORCHAO_PREFIX), self.model.is_quantized
             )
+        if name.endswith(POLICY):
+            for i, layer in enumerate(self.model.layers):
+                self.model.layers[i] = checkpoint_wrapper(layer, context_fn=CONTEXTS)
         compile_layers(self.model)
         timing.compile_each_shape()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)

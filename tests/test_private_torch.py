@@ -1,7 +1,9 @@
 """Each private name of torch that the library reads does what it is read for, with this torch."""
 
+import pytest
 import torch
 from minifloat import private_torch as private
+from minifloat.distributed.fsdp.private_state import let_fsdp_assign
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -119,3 +121,33 @@ def test_the_compiler_traces():
 
 def test_a_torch_without_cuda_has_no_streams():
     assert callable(private.raw_stream) or not torch.backends.cuda.is_built()
+
+
+def test_subclasses_count_writes_without_torch_function():
+    class Named(torch.Tensor):
+        pass
+
+    named = torch.zeros(2).as_subclass(Named)
+    named.add_(1)
+    with private.WithoutTorchFunction():
+        assert type(named + 1) is torch.Tensor
+        assert named._version == 1
+
+
+def test_fsdp_assigns_to_parameters_itself():
+    from torch.distributed.fsdp._fully_shard._fsdp_param import unsafe_setattr_param
+
+    class Refusing(nn.Linear):
+        def __setattr__(self, name, value):
+            if "weight" in self.__dict__.get("_parameters", {}):
+                raise AssertionError(name)
+            super().__setattr__(name, value)
+
+    layer, weight = Refusing(2, 2, bias=False), nn.Parameter(torch.ones(2, 2))
+    let_fsdp_assign(layer)
+    unsafe_setattr_param(layer, "weight", weight)
+    assert layer.weight is weight
+    with pytest.raises(AssertionError, match="weight"):
+        layer.weight = weight
+    with pytest.raises(AssertionError, match="weight"):
+        layer.__setattr__("weight", weight)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunctionSubclass as WithoutTorchFunction
 from torch._C import DispatchKey
 from torch._C import _SetExcludeDispatchKeyGuard as ExcludeDispatchKey
 from torch._ops import OpOverload
@@ -28,6 +29,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "TreeSpec",
+    "WithoutTorchFunction",
     "disable_current_modes",
     "tree_flatten",
     "tree_leaves",

@@ -14,9 +14,14 @@ from torch import Tensor, nn
 from ..nn.linear import Linear
 from ..nn.registry import distributed_functions
 from .fsdp.gather import plan_experts, plan_gather
-from .fsdp.private_state import UnknownFsdpError, find_fsdp_group, policy_of
+from .fsdp.private_state import (
+    UnknownFsdpError,
+    find_fsdp_group,
+    let_fsdp_assign,
+    policy_of,
+)
 from .fsdp.weight import (
-    precompute_scales,
+    exchange_scales,
     require_no_shard,
     wrap_sharded_experts,
     wrap_sharded_weight,
@@ -105,10 +110,11 @@ def forward(layer: nn.Module, x: Tensor) -> Tensor:
 
 distributed_functions.plan_gather = plan_gather
 distributed_functions.adopt_weight = wrap_sharded_weight
+distributed_functions.let_fsdp_assign = let_fsdp_assign
 distributed_functions.plan_experts = plan_experts
 distributed_functions.adopt_experts = wrap_sharded_experts
 distributed_functions.require_no_shard = require_no_shard
-distributed_functions.precompute_scales = precompute_scales
+distributed_functions.exchange_scales = exchange_scales
 distributed_functions.group_of_step = group_of_step
 distributed_functions.raise_on_all = raise_on_all
 distributed_functions.require_same_names = require_same_names

@@ -65,7 +65,7 @@ def needs_gradient(x: Any) -> bool:
 class LinearState(RecipeState):
     """The part of a class that a module with a weight (N, K) gets when it is converted."""
 
-    TRANSIENT = (*RecipeState.TRANSIENT, TAKER)
+    TRANSIENT = (*RecipeState.TRANSIENT, TAKER, "__setattr__")
     weight: Tensor  # (N, K), the module's parameter
     weight_gather: WeightGather | None
     shared_input: SharedInput | None
@@ -115,12 +115,16 @@ class LinearState(RecipeState):
         return ops.linear.default(input, weight, bias, recipe.text, **given, **sums)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        gather = self.weight_gather
         if name == "weight":
-            require_known_class(self, value)
+            is_of_fsdp = gather is not None and gather.has_assigned(value)
+            if not is_of_fsdp:
+                require_known_class(self, value)
             if self.accumulate == "grad":
                 distributed_functions.accumulate_gradients(self, value)
-            gather = self.weight_gather
-            if gather is not None and gather.has_assigned(value):  # FSDP2 assigns twice a gather
+            elif is_of_fsdp:
+                distributed_functions.let_fsdp_assign(self)  # from now on
+            if is_of_fsdp:
                 self._parameters[name] = value
                 return
             # FSDP2 assigns the parameter that it has sharded.
@@ -128,7 +132,10 @@ class LinearState(RecipeState):
             if is_distributed(value):
                 self.weight_codes = None  # torch does not count writes to its memory
         super().__setattr__(name, value)
+        if gather is not None and name in ("training", "amax_history"):
+            gather.forget()
         if name in ("weight", "accumulate"):
+            self.__dict__.pop("__setattr__", None)
             take_gradients(self)
         if name == "weight":
             self.follow(value)

@@ -7,7 +7,7 @@ function may import its package at its first call, when the first DTensor is pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeGuard
@@ -35,6 +35,9 @@ class WeightGather(Protocol):
     def has_assigned(self, parameter: object) -> bool:
         """Tells whether FSDP2 has assigned this parameter before, or gathers into it."""
 
+    def forget(self) -> None:
+        """Looks at the layer again in the next gather."""
+
     def complete(self, whole: Tensor, reads_columnwise: bool) -> None:
         """Fetches the parts that a forward reads and no gather has brought."""
 
@@ -54,12 +57,14 @@ class DistributedFunctions:
     plan_experts: Callable[[Recipe], PlannedGather]
     # (layer, parameter): before the parameter becomes the layer's weight.
     adopt_weight: Callable[[nn.Module, Tensor], None]
+    # layer: FSDP2 assigns its gathered and its sharded weight without a call of its __setattr__.
+    let_fsdp_assign: Callable[[nn.Module], None]
     # (module, product, parameter until now, parameter): before it becomes the module's.
     adopt_experts: Callable[[nn.Module, Any, Tensor | None, Tensor], None]
     # (module, name, weight): raises where FSDP2 has sharded a weight to be gathered as codes.
     require_no_shard: Callable[[nn.Module, str, Tensor], None]
-    # model: exchanges the maxima of all sharded weights, after a step.
-    precompute_scales: Callable[[nn.Module], None]
+    # layers: exchanges the maxima of their sharded weights, after a step.
+    exchange_scales: Callable[[Iterable[nn.Module]], None]
     # (model, layers, routers, group of mf.step, error of this rank or None) -> the ranks that end
     # the step with this one.
     group_of_step: Callable[..., dist.ProcessGroup | None]

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from minifloat.distributed.fsdp import weight as fsdp
-from minifloat.distributed.fsdp.linear_gather import Batch
+from minifloat.distributed.fsdp.gather_batch import Batch
 from minifloat.tensor.quantized_tensor import QuantizedTensor
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -265,7 +265,7 @@ def check_cast_once_a_gather(rank):
     With mf.step, amaxes are measured and exchanged once a step, whatever the micro-batches.
     """
     exchanges, casts, fills = [], [], []
-    exchange_amaxes, cast_all, receive = fsdp.exchange_amaxes, Batch.cast_all, Batch.receive
+    exchange_amaxes, start, receive = fsdp.exchange_amaxes, Batch.start, Batch.receive
 
     def exchanging(batches, *args):
         exchanges.append(sum(len(batch.gathers) for batch in batches))
@@ -273,7 +273,7 @@ def check_cast_once_a_gather(rank):
 
     def casting(self, *args):
         casts.append(len(self.gathers))
-        return cast_all(self, *args)
+        return start(self, *args)
 
     def receiving(self, *args):
         fill = self.fill
@@ -283,7 +283,7 @@ def check_cast_once_a_gather(rank):
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(fsdp, "exchange_amaxes", exchanging)
-        monkeypatch.setattr(Batch, "cast_all", casting)
+        monkeypatch.setattr(Batch, "start", casting)
         monkeypatch.setattr(Batch, "receive", receiving)
         # Two blocks of two weights, gathered forward and backward; the head, gathered once, is sent
         # in the compute dtype under mxfp8.

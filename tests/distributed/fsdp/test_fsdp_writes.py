@@ -10,6 +10,7 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from minifloat.distributed.fsdp.weight_tensors import ShardedWeight
 from torch import nn
 
 from tests.distributed.fsdp.test_fsdp import Counted
@@ -145,6 +146,52 @@ def check_writes(rank, folder):
 
 def test_a_write_is_seen(tmp_path):
     run_world(2, check_writes, str(tmp_path))
+
+
+def check_first_writes(rank, folder):
+    """Checks the first write to a model, of whose weights no other tensor was made before."""
+    for write in (*WRITES, lambda m: load_checkpoint(m, folder)):
+        ShardedWeight.is_traced = False
+        model, like = sharded(built("fp8_tensorwise")), sharded(built("fp8_tensorwise"))
+        for m in (model, like):
+            train(m, 1, use_step=True)
+            with torch.no_grad():
+                write(m)
+        mf.step(like)
+        assert torch.equal(model(batch(5)), like(batch(5))), write
+        torch._dynamo.reset()
+
+
+def check_kept_views(rank):
+    """Checks writes to tensors that were made before mf.step."""
+    for make in (lambda p: p.to_local().view(-1), lambda p: p.detach().to_local()):
+        model, like = sharded(built("nvfp4")), sharded(built("nvfp4"))
+        views = [[make(p) for p in parameters(m)] for m in (model, like)]
+        for m, of_model in zip((model, like), views):
+            train(m, 2, use_step=True)
+            with torch.no_grad():
+                scale(of_model)
+        mf.step(like)
+        assert torch.equal(model(batch(5)), like(batch(5)))
+
+
+def check_code_compiled_before(rank):
+    """Checks writes by code that was compiled for other weights, whose sizes are the same."""
+    compiled = torch.compile(scale, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        model, like = sharded(built("fp8_tensorwise")), sharded(built("fp8_tensorwise"))
+        for m in (model, like):
+            train(m, 1, use_step=True)
+            with torch.no_grad():
+                compiled(parameters(m))
+        mf.step(like)
+        assert torch.equal(model(batch(5)), like(batch(5)))
+
+
+def test_a_first_write_is_seen(tmp_path):
+    run_world(2, check_first_writes, str(tmp_path))
+    run_world(2, check_kept_views)
+    run_world(2, check_code_compiled_before)
 
 
 class ShortHead(Model):

@@ -183,6 +183,15 @@ class Gather:
 
     # ---- codes, of each kind of weight -----------------------------------------------------------
 
+    def forget(self) -> None:
+        """Looks at FSDP2's parameters and at the layers again in the next gather."""
+
+    def note_write(self) -> None:
+        """Notes that an op may have written to the shard."""
+
+    def note_alias(self) -> None:
+        """Notes that other tensors have the shard's memory, whose writes no method is told of."""
+
     def reason_against_codes(self) -> str:
         """Returns why the shards cannot be gathered as codes; "" where they can."""
         return ""
@@ -208,7 +217,7 @@ class Gather:
             shard: this rank's part of the parameter.
             dtype: FSDP2's compute dtype; None: its hook does not pass it.
         """
-        self._require_dtype(shard)
+        self.require_dtype(shard)
         if self.dtype is None:
             self._decide(dtype, shard.device)
         if self.reason:
@@ -260,7 +269,7 @@ class Gather:
         differs, title = SAME_WEIGHT, self.title
         require_same(kind, title, self.group, expected=expected, absent=absent, differs=differs)
 
-    def _require_dtype(self, shard: Tensor) -> None:
+    def require_dtype(self, shard: Tensor) -> None:
         """Raises ValueError where FSDP2 would compute in another dtype than at the first gather."""
         before, self.shard_dtype = self.shard_dtype, shard.dtype
         if before in (None, shard.dtype):
@@ -306,8 +315,10 @@ class Gather:
 
     def serves_forward_alone(self) -> bool:
         """Tells whether FSDP2 will gather again before backward; False without its state."""
-        state = getattr(getattr(self.fsdp_group(), "_training_state", None), "name", "")
-        return state == "FORWARD" and self.is_gathered_for_backward() and not is_in_backward()
+        group = None if is_in_backward() else self.fsdp_group()
+        state = getattr(group, "_training_state", None)  # an enum, whose property `name` is slow
+        is_forward = getattr(state, "_name_", "") == "FORWARD"
+        return is_forward and bool(getattr(group, "_reshard_after_forward", False))
 
     def held_shard(self, device: torch.device) -> Tensor:
         """Returns this rank's part of the parameter on the device that computes."""

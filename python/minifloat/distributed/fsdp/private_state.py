@@ -4,12 +4,14 @@
     groups_of          the parameter groups of one module's state
     policy_of          the mixed-precision policy of a group
     mesh_of            how the ranks of a group shard, and what reduces its gradients
+    let_fsdp_assign    lets FSDP2 assign a parameter without a call of the module's __setattr__
 
 Where a torch has other private names, they raise UnknownFsdpError.
 """
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -85,3 +87,24 @@ def find_fsdp_group(layer: nn.Module) -> FSDPParamGroup:
     except (ImportError, AttributeError) as error:
         raise UnknownFsdpError(error) from error
     raise LookupError("no parameter group of FSDP2 has the layer")
+
+
+class Assign:
+    """What a module's attribute __setattr__ returns, where FSDP2 is to write to `_parameters`.
+
+    FSDP2 does so where the __func__ of that attribute is nn.Module's. A statement that assigns does
+    not read the attribute, and a call of it does what the statement does.
+    """
+
+    __func__ = staticmethod(nn.Module.__setattr__)
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.ref(module)
+
+    def __call__(self, name: str, value: object) -> None:
+        setattr(self.module(), name, value)
+
+
+def let_fsdp_assign(module: nn.Module) -> None:
+    """Lets FSDP2 assign parameters without a call of the module's own __setattr__."""
+    module.__dict__["__setattr__"] = Assign(module)

@@ -19,7 +19,7 @@ write.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -32,7 +32,8 @@ from ...nn.registry import is_distributed
 from ..handshake import require_same
 from .expert_gather import ExpertGather
 from .gather import BOTH_GATHERS, Gather, GatherPlan
-from .linear_gather import Batch, LinearGather, exchange_amaxes
+from .gather_batch import Batch, exchange_amaxes
+from .linear_gather import LinearGather
 from .private_state import UnknownFsdpError, find_fsdp_group
 from .weight_tensors import ShardedWeight
 
@@ -109,6 +110,7 @@ def wrap(
         local = parameter._local_tensor = ShardedWeight(local, gather)
     if isinstance(local, ShardedWeight):
         owner.__dict__["weight_gather"] = local.weight_gather
+        local.weight_gather.forget()
 
 
 def dim_of_rows(parameter: DTensor, outer_dims: int = 0) -> int | None:
@@ -141,16 +143,21 @@ def require_no_shard(module: nn.Module, fqn: str, weight: Tensor) -> None:
 # ---- all weights at once -------------------------------------------------------------------------
 
 
-def sharded_batches(model: nn.Module) -> dict[dist.ProcessGroup, dict[Batch, list[Tensor]]]:
+def sharded_batches(
+    modules: Iterable[nn.Module],
+) -> dict[dist.ProcessGroup, dict[Batch, list[Tensor]]]:
     """Finds the batches and their shards, by process group.
 
     Leaves out weights that have not been gathered yet, those that FSDP2 offloads, and those whose
     gathers a CUDA graph has captured: they measure their shards.
     """
     found: dict[dist.ProcessGroup, dict[Batch, list[Tensor]]] = {}
-    for module in model.modules():
+    seen: set[Batch | None] = set()
+    for module in modules:
         gather = module.__dict__.get("weight_gather")
-        if not isinstance(gather, LinearGather) or not gather.is_quantized:
+        if not isinstance(gather, LinearGather) or gather.batch in seen:
+            continue
+        if not gather.is_quantized:
             continue
         parameter: Any = module._parameters["weight"]
         local = getattr(parameter, "_local_tensor", None)
@@ -159,11 +166,9 @@ def sharded_batches(model: nn.Module) -> dict[dist.ProcessGroup, dict[Batch, lis
         if local.shard.device.type != parameter.device_mesh.device_type:
             continue
         batch = gather.joined_batch()
-        if batch.is_captured:
-            continue
-        batches = found.setdefault(gather.group, {})
-        if batch not in batches:
-            batches[batch] = batch.shards() or [local.shard]
+        seen.add(batch)
+        if not batch.is_captured:
+            found.setdefault(gather.group, {})[batch] = batch.shards() or [local.shard]
     return found
 
 
@@ -197,17 +202,21 @@ def precompute_scales(model: nn.Module) -> None:
         >>> mf.distributed.precompute_scales(model)  # after opt.step()
         >>> mf.distributed.destroy_process_group()
     """
-    for group, batches in sharded_batches(model).items():
+    exchange_scales(model.modules())
+
+
+def exchange_scales(modules: Iterable[nn.Module]) -> None:
+    """Exchanges the amaxes of a model's modules, as precompute_scales."""
+    for group, batches in sharded_batches(modules).items():
         if any([any(batch.exchanged) for batch in batches]):
-            titles = [gather.title for batch in batches for gather in batch.gathers]
             require_same(
                 "mf.step or mf.distributed.precompute_scales of",
-                "; ".join(titles),
+                "; ".join([batch.title for batch in batches]),
                 group,
                 expected=ALL_STEP,
                 absent="they have not called it",
                 differs=SAME_WEIGHTS,
             )
         exchange_amaxes(list(batches), list(batches.values()), BOTH_GATHERS)
-        for batch, shards in batches.items():
-            batch.measured = batch.state_of(shards)  # for the next gathers
+        for batch in batches:
+            batch.note_measured()  # for the next gathers

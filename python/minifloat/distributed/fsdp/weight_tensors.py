@@ -11,7 +11,7 @@ Other scales are small and are not freed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from inspect import signature
 from typing import Any
 
@@ -38,10 +38,18 @@ class BeforeGather:
 
     def __init__(self, shard: Tensor, gather: Gather) -> None:
         self.shard, self.gather = shard, gather
+        # What the next call returns, and what returns the inputs of every call; else Gather.send.
+        self.ready: GatherInputs | None = None
+        self.start: Callable[[], GatherInputs] | None = None
         is_full = shard.shape[0] == gather.chunk
         self.__signature__ = self.OF_FULL_SHARD if is_full else self.OF_SHORT_SHARD
 
     def __call__(self, mesh: object, *others: Any) -> GatherInputs:
+        if (ready := self.ready) is not None:
+            self.ready = None
+            return ready
+        if self.start is not None:
+            return self.start()
         dtype = others[-1].param_dtype or self.shard.dtype if others else None
         return self.gather.send(self.shard, dtype)
 
@@ -49,6 +57,7 @@ class BeforeGather:
 class ShardedWeight(Tensor):
     """The local shard of a parameter, with FSDP2's hooks. Other ops read `shard`."""
 
+    is_traced = False  # whether compiled code may write to any: it calls no op here
     shard: Tensor
     weight_gather: Gather
     fsdp_pre_all_gather: BeforeGather
@@ -65,11 +74,15 @@ class ShardedWeight(Tensor):
         )
         out.shard, out.weight_gather = shard, gather
         out.fsdp_pre_all_gather = BeforeGather(shard, gather)
+        gather.forget()
         return out
 
     def fsdp_post_all_gather(
         self, outputs: Sequence[Tensor], metadata: object, dtype: object, *, out: object = None
     ) -> Received:
+        if out is not None and callable(metadata):  # a batch's, after the first gather
+            metadata(outputs)
+            return None
         return self.weight_gather.receive(outputs, metadata, out)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -81,6 +94,7 @@ class ShardedWeight(Tensor):
         return super().untyped_storage() if is_traced else self.shard.untyped_storage()
 
     def __tensor_flatten__(self) -> tuple[list[str], Gather]:
+        ShardedWeight.is_traced = True
         return ["shard"], self.weight_gather
 
     @staticmethod
@@ -119,6 +133,11 @@ class ShardedWeight(Tensor):
         positional = unwrap(args)
         named = {name: unwrap(value) for name, value in kwargs.items()} if kwargs else {}
         is_traced = any([type(wrapper.shard) is not Tensor for wrapper in wrapped.values()])
+        for wrapper in wrapped.values():
+            if func._schema.is_mutable:
+                wrapper.weight_gather.note_write()
+            elif func.is_view:
+                wrapper.weight_gather.note_alias()
         if not is_traced and (func._schema.is_mutable or func is aten.detach.default):
             with ExcludeDispatchKey(COUNTS_WRITES, False):
                 out = func(*positional, **named)

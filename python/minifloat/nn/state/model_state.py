@@ -102,7 +102,7 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     forget_weights(layers)
     _roll_histories(layers, ranks)
     expert_functions.end_step(modules, ranks)
-    distributed_functions.precompute_scales(model)
+    distributed_functions.exchange_scales([layer for _, layer in layers])
 
 
 def _roll_histories(layers: list[tuple[str, RecipeState]], ranks: dist.ProcessGroup | None) -> None:
@@ -119,7 +119,8 @@ def _roll_histories(layers: list[tuple[str, RecipeState]], ranks: dist.ProcessGr
     for layer, history in delayed:
         key = (history.device, history.shape, layer.delayed)
         groups.setdefault(key, []).append(history)
-        layer.evaluates_unscaled = False
+        if layer.evaluates_unscaled:  # an assignment to a module takes microseconds
+            layer.evaluates_unscaled = False
     for (_, _, rule), histories in groups.items():
         ops.roll_amax_histories(histories, algorithm=rule.amax_algorithm, margin=rule.margin)
 

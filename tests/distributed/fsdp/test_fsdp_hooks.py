@@ -1,0 +1,112 @@
+"""FSDP2's hooks make few calls of Python functions a weight and step.
+
+benchmarks/fsdp_host.py measures their time, which no test can hold on a shared machine.
+"""
+
+import sys
+from pathlib import Path
+
+import minifloat as mf
+import pytest
+import torch
+from minifloat.nn.linear import Linear
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from tests.support.worlds import run_world
+
+WIDTH, FEW, MANY = 32, 2, 10
+HOOKS = str(Path(mf.__file__).parent / "distributed" / "fsdp")
+RECIPES = ("fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "mxfp8", "nvfp4")
+# Two hooks of a gather and complete() of a forward, and what they call.
+MOST_CALLS = 16  # a weight and step
+
+
+class Calls:
+    """Counts calls in the hooks, of Python functions and of others."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, frame, event, arg):
+        if event in ("call", "c_call"):
+            code = frame.f_code
+            self.count += code.co_filename.startswith(HOOKS) or code.co_name == "__setattr__"
+
+
+def stepped(weights, recipe):
+    """Returns a step of a model with one block."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(weights))))
+    mf.quantize_(model, recipe, keep="nothing", data_parallel_rank=0)
+    for module in (model[0], model):
+        fully_shard(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+
+    def step(is_counted):
+        calls = Calls()
+        if is_counted:
+            sys.setprofile(calls)
+        try:
+            model(torch.ones(WIDTH, WIDTH)).sum().backward()
+            if is_counted:
+                sys.setprofile(None)
+            optimizer.step()
+            optimizer.zero_grad()
+            if is_counted:
+                sys.setprofile(calls)
+            mf.step(model)
+        finally:
+            sys.setprofile(None)
+        return calls.count
+
+    return model, step
+
+
+def calls_of(weights, recipe):
+    _, step = stepped(weights, recipe)
+    for _ in range(4):
+        step(False)
+    return step(True)
+
+
+def check_calls(rank):
+    for recipe in RECIPES:
+        a_weight = (calls_of(MANY, recipe) - calls_of(FEW, recipe)) / (MANY - FEW)
+        assert 4 <= a_weight <= MOST_CALLS, (recipe, a_weight)
+
+
+def test_calls_of_a_weight_and_step():
+    run_world(2, check_calls)
+
+
+# ---- assignment ----------------------------------------------------------------------------------
+
+
+def check_assignments(rank):
+    """Checks that FSDP2 assigns gathered weights itself, and that others' assignments are seen."""
+    assigned = []
+
+    class Watched(Linear):
+        def __setattr__(self, name, value):
+            assigned.append(name)
+            super().__setattr__(name, value)
+
+    model, step = stepped(FEW, "fp8_tensorwise")
+    for _ in range(3):
+        step(False)
+    layer = model[0][0]
+    layer.__class__ = Watched
+    step(False)
+    assert assigned == []
+    sharded = layer.weight
+    layer.__setattr__("weight", sharded)
+    assert assigned == ["weight"]
+    step(False)  # FSDP2 finds its parameter and assigns through the class once more
+    assert layer.weight is sharded
+    with pytest.raises(TypeError):
+        layer.weight = "no tensor"
+
+
+def test_assignments():
+    run_world(2, check_assignments)
