@@ -304,7 +304,7 @@ def run(capsys, *arguments):
 
 
 def test_the_prediction_as_text(capsys):
-    options = ("--tokens", "64", "--seq", "32", "--recipes", "fp8_rowwise,nvfp4")
+    options = ("--tokens", "64", "--seq", "32", "--recipes", "fp8_rowwise", "nvfp4")
     code, printed = run(capsys, TINY, *options, "--gpus", "4")
     assert code == 0, printed.err
     first, names, *lines = printed.out.splitlines()

@@ -10,7 +10,8 @@ import torch
 
 from minifloat._native import ops
 
-RECIPES = "fp8_tensorwise,fp8_rowwise,mxfp4,nvfp4_pow2,mxfp8,nvfp4"  # of doctor --model
+# Of doctor --model.
+RECIPES = ("fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2", "mxfp8", "nvfp4")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -86,8 +87,8 @@ def add_doctor(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     of_model.add_argument("--link", type=positive, metavar="RATE", help=text)
     text = "blocks are compiled; the measurement compiles small ones"
     of_model.add_argument("--compile", action="store_true", help=text)
-    text = "presets, separated by commas (default: %(default)s)"
-    of_model.add_argument("--recipes", default=RECIPES, metavar="LIST", help=text)
+    text = f"presets (default: {' '.join(RECIPES)})"
+    of_model.add_argument("--recipes", nargs="+", default=RECIPES, metavar="RECIPE", help=text)
 
 
 def positive(text: str) -> int:
@@ -104,7 +105,7 @@ def run_prediction(arguments: argparse.Namespace) -> int:
     try:
         about = pays.predict_model(
             arguments.model,
-            [name for name in arguments.recipes.split(",") if name],
+            arguments.recipes,
             tokens=arguments.tokens,
             seq=arguments.seq,
             gpus=arguments.gpus,

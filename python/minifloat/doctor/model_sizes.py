@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,7 +137,7 @@ def read_sizes(model: str) -> ModelSizes:
 def parse_text(text: str) -> dict[str, Any]:
     config: dict[str, Any] = {}
     known = {name for names in NAMES.values() for name in names}
-    for pair in text.split(","):
+    for pair in re.findall("[^,]+", text):
         name, _, value = (word.strip() for word in pair.partition("="))
         if name not in known or not value.isdecimal():
             raise ValueError(f"--model: expected sizes as {TEXT}; got {pair.strip()!r}")

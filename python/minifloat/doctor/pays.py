@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -23,7 +23,7 @@ ROUNDED = 3  # digits of the ms in JSON
 
 def predict_model(
     model: str,
-    recipes: list[str],
+    recipes: Sequence[str],
     *,
     tokens: int,
     seq: int | None = None,
