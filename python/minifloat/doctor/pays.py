@@ -17,7 +17,6 @@ from .model_sizes import read_sizes
 from .predict import Job, Row, predict, table
 
 SEQUENCE = 4096
-LINK = 200.0  # GB/s
 ROUNDED = 3  # digits of the ms in JSON
 
 
@@ -52,7 +51,7 @@ def predict_model(
     seq = min(seq or SEQUENCE, tokens)
     if tokens % seq:
         raise ValueError(f"--tokens: expected whole sequences of {seq}, got {tokens}")
-    job = Job(read_sizes(model), tokens, seq, gpus, float(link or LINK), is_compiled)
+    job = Job(read_sizes(model), tokens, seq, gpus, float(link or Job.link), is_compiled)
     on_gpu = torch.cuda.is_available() and ops.has_cuda()
     capability = torch.cuda.get_device_capability() if on_gpu else CPU
     begin = time.perf_counter()
