@@ -10,7 +10,8 @@ import torch
 
 from minifloat._native import ops
 
-RECIPES = "fp8_tensorwise,fp8_rowwise,mxfp4,nvfp4_pow2,mxfp8,nvfp4"  # of doctor --model
+# Of doctor --model.
+RECIPES = ("fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2", "mxfp8", "nvfp4")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,17 +83,17 @@ def add_doctor(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     of_model.add_argument("--seq", type=positive, metavar="N", help=text)
     text = "GPUs that FSDP2 shards the model over (default: 1)"
     of_model.add_argument("--gpus", type=positive, default=1, metavar="N", help=text)
-    text = "GB/s at which each GPU gathers (default: 200, which is assumed)"
-    of_model.add_argument("--link", type=positive, default=200, metavar="RATE", help=text)
+    text = "GB/s at which each GPU gathers (default: 200 is assumed)"
+    of_model.add_argument("--link", type=positive, metavar="RATE", help=text)
     text = "blocks are compiled; the measurement compiles small ones"
     of_model.add_argument("--compile", action="store_true", help=text)
-    text = "presets, separated by commas (default: %(default)s)"
-    of_model.add_argument("--recipes", default=RECIPES, metavar="LIST", help=text)
+    text = f"presets (default: {' '.join(RECIPES)})"
+    of_model.add_argument("--recipes", nargs="+", default=RECIPES, metavar="RECIPE", help=text)
 
 
 def positive(text: str) -> int:
     """Reads a positive integer of an option."""
-    if not text.isdigit() or int(text) < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
     return int(text)
 
@@ -104,7 +105,7 @@ def run_prediction(arguments: argparse.Namespace) -> int:
     try:
         about = pays.predict_model(
             arguments.model,
-            [name for name in arguments.recipes.split(",") if name],
+            arguments.recipes,
             tokens=arguments.tokens,
             seq=arguments.seq,
             gpus=arguments.gpus,

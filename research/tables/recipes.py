@@ -256,6 +256,18 @@ def peaks() -> str:
     return table(["case", *(f"`{c}`" for c in COLUMNS)], body)
 
 
+def predictions() -> str:
+    """Formats the steps that `minifloat doctor --model` predicted, beside measured ones."""
+    head = ["blocks", "tokens", "how", "recipe", "predicted, ms", "limit", "measured, ms", "error"]
+    body = []
+    for row in figures.rows_of("gpu_predict"):
+        case = [row["blocks"], str(row["tokens"]), row["how"], label(row["recipe"])]
+        times = [number(row["ms"], 1), row["limit"], number(row["measured"], 1)]
+        speeds = map(number, row["speed"] or (None, None))
+        body.append([*case, *times, f"{row['error']:+.0%}", *speeds])
+    return table([*head, "speed, predicted", "measured"], body)
+
+
 # ---- What runs where -----------------------------------------------------------------------------
 BY_PTX = "no; its PTX ran on an H100"
 COMPILED = "no; compiled only"

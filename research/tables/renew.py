@@ -29,6 +29,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "choice": recipes.choice,
     "speeds": recipes.speeds,
     "peaks": recipes.peaks,
+    "predictions": recipes.predictions,
     "engines": recipes.engines,
     "presets": recipes.presets,
     "step": measured.step,

@@ -2,7 +2,9 @@
 
 A layer's forward and backward run as in training, with x and the gradient of y cast in each call.
 On a GPU its time is the device's alone. The host's is that of small blocks of the same structure,
-whose kernels take less than their launches. On a CPU both are one, and the host's is 0.
+whose kernels take less than their launches; two depths tell what a block takes from what a step
+takes. On a CPU both are one, and the host's is 0. There a large layer is measured with fewer
+outputs, and attention with a shorter sequence.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,14 +28,18 @@ from ..private_torch import sleep_cycles
 from ..recipe import Recipe
 from ..spec import Spec
 from .model_sizes import Part
-from .predict import BF16, Job, Measured, PartTime
+from .predict import BF16, HostTime, Job, Measured, PartTime
 
-MOST_TOKENS = {"cuda": 16384, "cpu": 256}  # of a batch that is measured
+MOST_TOKENS = {"cuda": 16384, "cpu": 64}  # of a batch that is measured
+MOST_SEQ = 1024  # tokens of a sequence whose attention is measured on a CPU
+MOST_WEIGHTS = 1 << 21  # elements of the weights that a CPU measures
+MULTIPLE = 128  # of their outputs, which each format divides into blocks
 SHARE = 0.5  # of the free memory that a measurement may take
 CYCLES = 2e9  # of a GPU's clock in a second
-BLOCKS = 4  # whose launches are timed
+DEPTHS = (2, 8)  # blocks whose launches are timed
 SMALL = {"hidden": 256, "heads": 2, "kv_heads": 1, "ffn": 512}  # of them
 SMALL_TOKENS = 128
+STEPS = 5  # of them one after the other
 
 
 class Meter:
@@ -86,17 +93,18 @@ class Meter:
         return most
 
     def time_part(self, part: Part, recipe: str, tokens: int) -> PartTime:
+        whole, part = part, part if self.device.type == "cuda" else with_fewer_outputs(part)
+        larger = whole.weights / part.weights
         prepare = expert_call if part.experts else layer_call
         total = self.device_ms(prepare(part, recipe, tokens, self.device))
         if recipe == BF16:
-            return PartTime(total, 0.0, 0.0, tokens)
-        how = Recipe(recipe)
-        rows, width = tokens * part.rows, sum(part.ns)
-        weights = max(part.experts, 1) * width
-        casts = self.cast((rows, part.k), how.fprop.a, how.wgrad.b)
-        casts += self.cast((rows, width), how.dgrad.a, how.wgrad.a)
-        of_weights = self.cast((weights, part.k), how.fprop.b, how.dgrad.b)
-        return PartTime(total, casts, of_weights, tokens)
+            return PartTime(larger * total, 0.0, 0.0, tokens)
+        how, rows = Recipe(recipe), tokens * part.rows
+        of_x = self.cast((rows, part.k), how.fprop.a, how.wgrad.b)
+        of_g = self.cast((rows, sum(part.ns)), how.dgrad.a, how.wgrad.a)
+        of_w = self.cast((part.weights // part.k, part.k), how.fprop.b, how.dgrad.b)
+        products = max(total - of_x - of_g - of_w, 0.0)
+        return PartTime(larger * products, of_x + larger * of_g, larger * of_w, tokens)
 
     def cast(self, shape: tuple[int, int], row: str, col: str) -> float:
         """Returns the ms in which both directions of a matrix are cast."""
@@ -118,6 +126,7 @@ class Meter:
 
     def attention(self, heads: int, kv_heads: int, seq: int, width: int) -> float:
         """Returns the ms of one sequence's attention, forward and backward."""
+        whole, seq = seq, seq if self.device.type == "cuda" else min(seq, MOST_SEQ)
         q, g = (self.draw(1, heads, seq, width) for _ in range(2))
         k, v = (self.draw(1, kv_heads, seq, width) for _ in range(2))
         leaves = [t.requires_grad_() for t in (q, k, v)]
@@ -126,7 +135,7 @@ class Meter:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             torch.autograd.grad(y, leaves, g)
 
-        return self.device_ms(call)
+        return (whole / seq) ** 2 * self.device_ms(call)
 
     def copy(self) -> float:
         """Returns the bytes that a copy reads and writes in a ms."""
@@ -135,10 +144,10 @@ class Meter:
         source, target = (torch.zeros(size, **made) for _ in range(2))
         return 2 * size / self.device_ms(lambda: target.copy_(source))
 
-    def host(self, recipe: str, is_compiled: bool) -> float:
-        """Returns the ms in which the host launches one block's step under a recipe."""
+    def host(self, recipe: str, is_compiled: bool) -> HostTime:
+        """Returns the time in which the host launches a step under a recipe."""
         if self.device.type != "cuda":
-            return 0.0
+            return HostTime(0.0, 0.0)
         key = ("host", recipe, is_compiled)
         return self.once(key, lambda: time_host(recipe, is_compiled, self.device))
 
@@ -182,6 +191,13 @@ def time_on_gpu(call: Callable[[], object], seconds: float) -> float:
         last.synchronize()
         times.append(first.elapsed_time(last) / calls)
     return statistics.median(times[len(times) // 2 :])  # the GPU is warm in the later ones
+
+
+def with_fewer_outputs(part: Part) -> Part:
+    """Returns a part of at most about MOST_WEIGHTS elements, with as many layers and experts."""
+    share = min(MOST_WEIGHTS / part.weights, 1.0)
+    ns = (min(n, MULTIPLE * max(round(share * n / MULTIPLE), 1)) for n in part.ns)
+    return replace(part, ns=tuple(ns)) if share < 1 else part
 
 
 class Siblings(nn.Module):
@@ -267,19 +283,26 @@ class SmallBlock(nn.Module):
         return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
 
 
-def time_host(recipe: str, is_compiled: bool, device: torch.device) -> float:
-    """Returns the median ms of a small block's step: forward, backward, AdamW and mf.step."""
+def time_host(recipe: str, is_compiled: bool, device: torch.device) -> HostTime:
+    """Times the launches of small blocks' step: forward, backward, AdamW and mf.step."""
     made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    net = nn.Sequential(*(SmallBlock(**SMALL) for _ in range(BLOCKS))).to(**made)
+    few, many = DEPTHS
+    net = nn.Sequential(*(SmallBlock(**SMALL) for _ in range(many))).to(**made)
     if recipe != BF16:
         quantize_(net, recipe, keep="nothing")
     if is_compiled:
         torch.compiler.reset()  # or a limit of graphs a function makes later recipes eager
-        for block in net:
-            block.compile()
-    on_gpu = device.type == "cuda"
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=on_gpu)
+        for layer in net:
+            layer.compile()
     x = torch.randn(1, SMALL_TOKENS, SMALL["hidden"], **made)
+    ms = {depth: step_ms(net[:depth], x, recipe) for depth in DEPTHS}
+    block = max(ms[many] - ms[few], 0.0) / (many - few)
+    return HostTime(max(ms[few] - few * block, 0.0), block)
+
+
+def step_ms(net: nn.Module, x: Tensor, recipe: str) -> float:
+    """Returns the ms of a step where steps follow each other without a wait, as in training."""
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=x.is_cuda)
 
     def train() -> None:
         net(x).float().pow(2).mean().backward()
@@ -288,14 +311,13 @@ def time_host(recipe: str, is_compiled: bool, device: torch.device) -> float:
         if recipe != BF16:
             step(net)
 
-    wait = torch.cuda.synchronize if on_gpu else (lambda: None)
-    for _ in range(3):
-        train()
+    wait = torch.cuda.synchronize if x.is_cuda else (lambda: None)
     times = []
-    for _ in range(10):
+    for _ in range(6):
         wait()
         begin = time.perf_counter()
-        train()
+        for _ in range(STEPS):
+            train()
         wait()
-        times.append(1e3 * (time.perf_counter() - begin) / BLOCKS)
-    return statistics.median(times)
+        times.append(1e3 * (time.perf_counter() - begin) / STEPS)
+    return statistics.median(times[1:])  # the first has what is made once

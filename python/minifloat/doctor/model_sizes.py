@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,7 +116,7 @@ def read_sizes(model: str) -> ModelSizes:
         OSError: a file cannot be read.
         ValueError: a size is missing or no positive integer, or the model is of another kind.
     """
-    if "=" in model and not Path(model).exists():
+    if "=" in model and "/" not in model:
         return sizes_of(parse_text(model), "--model")
     path = Path(model)
     path = path / "config.json" if path.is_dir() else path
@@ -136,9 +137,9 @@ def read_sizes(model: str) -> ModelSizes:
 def parse_text(text: str) -> dict[str, Any]:
     config: dict[str, Any] = {}
     known = {name for names in NAMES.values() for name in names}
-    for pair in text.split(","):
+    for pair in re.findall("[^,]+", text):
         name, _, value = (word.strip() for word in pair.partition("="))
-        if name not in known or not value.isdigit():
+        if name not in known or not value.isdecimal():
             raise ValueError(f"--model: expected sizes as {TEXT}; got {pair.strip()!r}")
         config[name] = int(value)
     return config
@@ -172,11 +173,19 @@ def sizes_of(config: Mapping[str, Any], where: str) -> ModelSizes:
             f"{found['kv_heads']}"
         )
     found["head_dim"] = found.get("head_dim") or found["hidden"] // found["heads"]
+    if not found["head_dim"]:
+        sizes = f"hidden {found['hidden']} and heads {found['heads']}"
+        raise ValueError(f"{where}: expected no more heads than the hidden size, got {sizes}")
     if found.get("experts"):
-        if not found.get("experts_per_token"):
-            raise ValueError(f"{where}: expected num_experts_per_tok beside experts, got none")
+        chosen, count = found.get("experts_per_token", 0), found["experts"]
+        if not 1 <= chosen <= count:
+            raise ValueError(f"{where}: expected num_experts_per_tok in 1..{count}, got {chosen}")
         found["expert_intermediate"] = found.get("expert_intermediate") or found["intermediate"]
-        found["dense_layers"] = count_dense(config, found["layers"])
+        try:
+            found["dense_layers"] = count_dense(config, found["layers"])
+        except TypeError as error:
+            fields = "decoder_sparse_step, mlp_only_layers and first_k_dense_replace"
+            raise ValueError(f"{where}: expected {fields} as in Qwen's, got {error}") from None
     return ModelSizes(**found)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -22,12 +22,12 @@ ROUNDED = 3  # digits of the ms in JSON
 
 def predict_model(
     model: str,
-    recipes: list[str],
+    recipes: Sequence[str],
     *,
     tokens: int,
     seq: int | None = None,
     gpus: int = 1,
-    link: float = 200.0,
+    link: float | None = None,
     is_compiled: bool = False,
 ) -> dict[str, Any]:
     """Measures this machine, and predicts a step of the model under each recipe.
@@ -36,7 +36,7 @@ def predict_model(
         model: a config.json, a folder with one, or sizes as text.
         recipes: presets.
         tokens, seq, gpus, link, is_compiled: as of Job; seq None: 4096, or `tokens` where that is
-            less.
+            less; link None: 200, which the text calls assumed.
 
     Returns:
         A JSON object; `as_text` prints it.
@@ -51,7 +51,7 @@ def predict_model(
     seq = min(seq or SEQUENCE, tokens)
     if tokens % seq:
         raise ValueError(f"--tokens: expected whole sequences of {seq}, got {tokens}")
-    job = Job(read_sizes(model), tokens, seq, gpus, float(link), is_compiled)
+    job = Job(read_sizes(model), tokens, seq, gpus, float(link or Job.link), is_compiled)
     on_gpu = torch.cuda.is_available() and ops.has_cuda()
     capability = torch.cuda.get_device_capability() if on_gpu else CPU
     begin = time.perf_counter()
@@ -59,6 +59,7 @@ def predict_model(
     return {
         "device": torch.cuda.get_device_name() if on_gpu else "CPU",
         "job": asdict(job),
+        "link_is": "given" if link else "assumed",
         "seconds": round(time.perf_counter() - begin, 1),
         "rows": [rounded(row) for row in rows],
         "emulated": {
@@ -78,7 +79,8 @@ def as_text(about: dict[str, Any]) -> Iterator[str]:
     text = f"{about['device']}: predicted step of {job['tokens']} tokens a GPU, sequences of "
     text += f"{job['seq']}, {'compiled' if job['is_compiled'] else 'eager'} blocks"
     if job["gpus"] > 1:
-        text += f", FSDP2 over {job['gpus']} GPUs at {job['link']:g} GB/s (as given, not measured)"
+        text += f", FSDP2 over {job['gpus']} GPUs at {job['link']:g} GB/s ({about['link_is']}, not "
+        text += "measured)"
     yield f"{text}; measured in {about['seconds']} s"
     emulated = {name: ", ".join(products) for name, products in about["emulated"].items()}
     yield from table([Row(**row) for row in about["rows"]], emulated)

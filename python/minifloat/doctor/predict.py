@@ -4,7 +4,7 @@ step      the longest of device, host and link: the host launches while the devi
           FSDP2 gathers the next block meanwhile
 device    GEMMs + casts + attention + memory
 memory    norms, residuals, rotations, gates, loss and AdamW, by their bytes at a copy's speed
-host      the launches of a block's step, times the blocks
+host      the launches of a step, and those of a block times the blocks
 link      what FSDP2 gathers before forward and before backward, and the gradients that it reduces
 """
 
@@ -53,13 +53,13 @@ class PartTime:
     """Milliseconds of one part's forward and backward.
 
     Attributes:
-        total: all of it, at `tokens` of the batch.
-        casts: of x and g, within the total.
-        weight_casts: of W, within the total, which do not grow with the tokens.
+        products: what is no cast, at `tokens` of the batch.
+        casts: of x and g.
+        weight_casts: of W, which do not grow with the tokens.
         tokens: of the batch that was measured.
     """
 
-    total: float
+    products: float
     casts: float
     weight_casts: float
     tokens: int
@@ -67,8 +67,15 @@ class PartTime:
     def at(self, tokens: int) -> tuple[float, float]:
         """Returns the ms of (GEMMs, casts) at other tokens."""
         scale = tokens / self.tokens
-        products = max(self.total - self.casts - self.weight_casts, 0.0)
-        return products * scale, min(self.casts, self.total) * scale + self.weight_casts
+        return self.products * scale, self.casts * scale + self.weight_casts
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Milliseconds in which the host launches a step: once a step, and for each block."""
+
+    step: float
+    block: float
 
 
 @dataclass(frozen=True)
@@ -78,14 +85,13 @@ class Measured:
     Attributes:
         parts: of each recipe, bf16 among them, each converted part's; the head's stands in bf16.
         attention: ms of one sequence's attention in one block, forward and backward.
-        host: of each recipe the ms in which the host launches a block's step; 0: the host is the
-            device.
+        host: of each recipe the launches; 0: the host is the device.
         copy: bytes a ms that a copy reads and writes.
     """
 
     parts: Mapping[str, Mapping[Part, PartTime]]
     attention: float
-    host: Mapping[str, float]
+    host: Mapping[str, HostTime]
     copy: float
 
 
@@ -126,7 +132,8 @@ def predict(job: Job, measured: Measured) -> list[Row]:
             "memory": moved_bytes(job) / measured.copy,
         }
         device = sum(times.values())
-        host = job.model.layers * measured.host[recipe]
+        launches = measured.host[recipe]
+        host = launches.step + job.model.layers * launches.block
         link = linked_bytes(job, recipe) / (1e6 * job.link)
         ms = max(device, host, link)
         limit = max(times, key=lambda name: times[name])
@@ -183,11 +190,11 @@ def bytes_each(spec: str) -> float:
 def table(rows: list[Row], emulated: Mapping[str, str]) -> list[str]:
     """Formats rows.   emulated: of each recipe the products whose GEMMs do not read codes."""
     names = ("GEMMs", "casts", "attention", "memory", "host", "link")
-    lines = [f"{'recipe':<21}{'ms':>9}{'speed':>7}" + "".join(f"{name:>10}" for name in names)]
+    lines = [f"{'recipe':<20} {'ms':>9} {'speed':>6}" + "".join(f" {name:>9}" for name in names)]
     for row in rows:
         parts = (row.gemms, row.casts, row.attention, row.memory, row.host, row.link)
-        cells = "".join(f"{ms:10.1f}" for ms in parts)
-        lines.append(f"{row.recipe:<21}{row.ms:9.1f}{row.speed:7.2f}{cells}")
+        cells = "".join(f" {ms:9.1f}" for ms in parts)
+        lines.append(f"{row.recipe:<20} {row.ms:9.1f} {row.speed:6.2f}{cells}")
     lines.append("what limits:")
     for row in rows:
         lines.append(f"  {row.recipe:<21}{explain(row, emulated.get(row.recipe, ''))}")
