@@ -8,8 +8,10 @@ from typing import Any
 import minifloat as mf
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support import expert_world
 from tests.support.same_bits import require_same
 from tests.support.sharded_models import Model, batch, built, sharded
 from tests.support.worlds import device_of, run_world
@@ -117,7 +119,7 @@ def test_what_changes_after_the_capture_is_refused(cuda):
     job.model.train()
     group = job.optimizer.param_groups[0]
     group["betas"], betas = (0.8, 0.9), group["betas"]
-    with pytest.raises(ValueError, match="expected betas"):
+    with pytest.raises(ValueError, match=r"expected param_groups\[0\]\['betas'\]"):
         step(x, y)
     group["betas"] = betas
     step(x, y)
@@ -128,12 +130,29 @@ def test_what_changes_after_the_capture_is_refused(cuda):
 
 def test_optimizers_that_a_graph_would_freeze_are_refused(cuda):
     model = built("nvfp4").to(cuda)
-    for optimizer, option in (
-        (torch.optim.AdamW(model.parameters(), fused=True), "capturable"),
-        (torch.optim.SGD(model.parameters(), lr=RATE), "fused"),
-    ):
-        with pytest.raises(ValueError, match=f"make it with {option}=True"):
-            mf.GraphedStep(print, model, optimizer)
+    with pytest.raises(ValueError, match="make it with capturable=True"):
+        mf.GraphedStep(print, model, torch.optim.AdamW(model.parameters(), fused=True))
+
+
+def test_the_call_after_the_warm_ups_captures(cuda):
+    """A call that raises is no warm-up. Replays run no Python."""
+    job = Job("nvfp4", cuda)
+    calls, fails = [], [True]
+
+    def step(*micro_batches: Tensor) -> dict[str, Tensor]:
+        calls.append(torch.cuda.is_current_stream_capturing())
+        if fails and fails.pop():
+            raise KeyError("a batch")
+        return job.step(*micro_batches)
+
+    run = mf.GraphedStep(step, job.model, job.optimizer, warm_ups=2)
+    stream = torch.cuda.current_stream()
+    with pytest.raises(KeyError, match="a batch"):
+        run(*inputs(cuda, 0))
+    for i in range(5):
+        run(*inputs(cuda, i))
+    assert calls == [False, False, False, True]
+    assert torch.cuda.current_stream() == stream
 
 
 def test_delayed_scaling_without_its_step_is_refused(cuda):
@@ -182,3 +201,37 @@ def check_wait(rank: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_step_that_waits_is_refused_on_all_ranks(cuda, ranks):
     run_world(ranks, check_wait, kind="cuda")
+
+
+def check_experts(rank: int) -> None:
+    """Trains experts that ranks divide: eagerly, and by a GraphedStep."""
+    x = expert_world.draw(rank, 24)
+    losses = []
+    for is_graphed in (False, True):
+        moe = expert_world.built("fp8_rowwise")
+        mf.expert_parallel(moe, dist.group.WORLD, capacity="all")
+        optimizer = torch.optim.AdamW(moe.parameters(), lr=RATE, fused=True, capturable=True)
+
+        def step(x: Tensor, moe: Any = moe, optimizer: Any = optimizer) -> Tensor:
+            loss: Tensor = moe(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mf.step(moe)
+            return loss.detach()
+
+        run = mf.GraphedStep(step, moe, optimizer, warm_ups=2) if is_graphed else step
+        losses.append(torch.stack([run(x) for _ in range(CALLS)]))
+    require_same(losses[1], losses[0], "losses")
+
+
+def check_exact_sizes(rank: int) -> None:
+    moe = mf.expert_parallel(expert_world.built("fp8_rowwise"), dist.group.WORLD)
+    optimizer = torch.optim.AdamW(moe.parameters(), fused=True, capturable=True)
+    with pytest.raises(ValueError, match=r"expected a capacity of the divided experts"):
+        mf.GraphedStep(print, moe, optimizer)
+
+
+@pytest.mark.parametrize("check", [check_experts, check_exact_sizes])
+def test_experts_that_ranks_divide_need_a_capacity(cuda, check):
+    run_world(2, check, kind="cuda")
