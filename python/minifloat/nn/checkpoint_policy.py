@@ -60,6 +60,8 @@ def checkpoint_policy(ctx: object, op: object, *args: Any, **kwargs: Any) -> Che
         MUST_SAVE or PREFER_RECOMPUTE.
 
     Example:
+        >>> mf.checkpoint_policy(None, torch.ops.aten.mm.default)
+        <CheckpointPolicy.MUST_SAVE: 0>
         >>> from functools import partial
         >>> from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
         >>> contexts = partial(create_selective_checkpoint_contexts, mf.checkpoint_policy)
