@@ -164,6 +164,10 @@ def under_fsdp2(name: str, device: torch.device) -> str:
     return f"{described(losses)}, unsharded -> {alone[-1]:.4f}"
 
 
+def in_bf16_under_fsdp2(name: str, device: torch.device) -> str:
+    return described(Trainer(name, fully_shard(built(device, torch.bfloat16))).losses())
+
+
 def by_dcp(name: str, device: torch.device) -> str:
     """Saves after STEPS steps, loads into another model, and compares the next steps of both."""
 
@@ -214,6 +218,7 @@ def on_codes(name: str, device: torch.device) -> str:
 CASES = {
     "bf16": in_bf16,
     "FSDP2, gather as codes": under_fsdp2,
+    "FSDP2, bf16 parameters": in_bf16_under_fsdp2,
     "FSDP2, DCP": by_dcp,
     "primary, masters": on_masters,
     "primary, codes": on_codes,  # last: see the top

@@ -3,8 +3,10 @@
     python benchmarks/gpu_moments.py          # under 100 s on a GPU
     python benchmarks/gpu_moments.py --tiny   # on a CPU, to try the script
 
-A Llama of 122M parameters in float32 trains on bytes of this repository's text under bf16 autocast,
-with its layers under one recipe, from equal weights and in equal order for every optimizer. A step
+A Llama of 122M parameters trains on bytes of this repository's text with its layers under one
+recipe, from equal weights and in equal order for every optimizer. Parameters are float32 under bf16
+autocast; with `--dtype bf16` they are bf16, where torchao rounds stochastically and Transformer
+Engine keeps float32 masters among its states. A step
 is forward, backward, clipping, the optimizer and mf.step. Blocks are compiled. The row `AdamW
 foreach` has the arithmetic of the first row in another order of rounding: by how much their losses
 differ says what is noise.
@@ -38,7 +40,7 @@ from _moment_cases import OPTIMIZERS, Options, run_cases, state_bytes
 from minifloat.doctor.products import product_dtype
 from torch import Tensor, nn
 
-from tests.support.llama import Llama, ModelConfig, compile_layers, cross_entropy, init_weights
+from tests.support.llama import Llama, ModelConfig, cross_entropy, init_weights
 
 BYTES = 256  # the vocabulary
 SIZES, TINY = "1024,11,16,4,2752", "64,2,4,2,128"
@@ -59,17 +61,19 @@ def text_bytes(count: int) -> Tensor:
 
 
 class Run:
-    """One optimizer, on a model that all runs of a recipe share."""
+    """One optimizer, on a model that all runs of a recipe share.
 
-    def __init__(self, args: argparse.Namespace, model: Llama, name: str, state: Any) -> None:
+    start: the model's first weights and training state, which has the draws of stochastic rounding
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, model: Llama, name: str, start: tuple[Any, Any]
+    ) -> None:
         self.args, self.model, self.name = args, model, name
         self.device = torch.device(args.device)
-        init_weights(model, seed=1)
-        for parameter in model.parameters():
-            if parameter.dim() < 2:
-                nn.init.ones_(parameter)
+        model.load_state_dict(start[0])
         mf.step(model)
-        mf.load_training_state(model, copy.deepcopy(state))  # equal draws of stochastic rounding
+        mf.load_training_state(model, copy.deepcopy(start[1]))
         self.optimizer = OPTIMIZERS[name](list(model.parameters()), OPTIONS)
         self.losses: list[Tensor] = []
         self.step_ms: list[float] = []
@@ -96,7 +100,8 @@ class Run:
     def train_step(self, step: int, tokens: Tensor) -> None:
         start = self.now()
         self.set_rate(step)
-        with torch.autocast(self.device.type, product_dtype(self.device.type)):
+        kind = self.device.type
+        with torch.autocast(kind, product_dtype(kind), enabled=self.args.dtype == "fp32"):
             loss = cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:])
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
@@ -149,17 +154,19 @@ def trained(args: argparse.Namespace) -> list[dict[str, Any]]:
     rows, begin = [], time.perf_counter()
     for recipe in args.recipes.split(","):
         config = ModelConfig.parse(TINY if args.tiny else SIZES, BYTES)
-        model = Llama(config, args.seq).to(args.device)
+        model = Llama(config, args.seq)
+        init_weights(model, seed=1)  # on the CPU
+        model.to(args.device, torch.bfloat16 if args.dtype == "bf16" else torch.float32)
         mf.quantize_(model, recipe, data_parallel_rank=0)
-        if not args.tiny:
-            compile_layers(model)
-        state = copy.deepcopy(mf.training_state(model))
+        for layer in model.layers if not args.tiny else ():
+            layer.compile()
+        start = copy.deepcopy((model.state_dict(), mf.training_state(model)))
         for name in args.optimizers.split(","):
             if time.perf_counter() - begin > args.limit:
                 print(f"{recipe}, {name}: not run, --limit is over", flush=True)
                 continue
             try:
-                row = Run(args, model, name, state).row(recipe, batches_of(args))
+                row = Run(args, model, name, start).row(recipe, batches_of(args))
             except ImportError as error:
                 print(f"{recipe}, {name}: not run, {error}", flush=True)
                 continue
@@ -187,6 +194,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="on a CPU: to try the script")
     parser.add_argument("--recipes", default="fp8_tensorwise,nvfp4")
     parser.add_argument("--optimizers", default=",".join(OPTIMIZERS))
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="of parameters")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seq", type=int, default=512)
@@ -197,11 +205,12 @@ def main() -> None:
         args.steps, args.batch, args.seq, args.limit = 4, 2, 32, 1e9
         torch.compiler.set_stance("force_eager")  # torchao's update, minutes on a CPU
     device = timing.require_device(args.device)
+    timing.compile_each_shape()
     torch.set_float32_matmul_precision("high")
     begin = time.perf_counter()
     rows = trained(args)
     cases = run_cases(args.optimizers.split(","), device)
-    timing.write_json(args.out, device, rows=rows, cases=cases)
+    timing.write_json(args.out, device, dtype=args.dtype, rows=rows, cases=cases)
     print_table(rows, cases)
     print(f"\n{timing.device_name(device)}, {time.perf_counter() - begin:.0f} s, {args.out}")
 
