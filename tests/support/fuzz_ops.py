@@ -31,6 +31,7 @@ from tests.support import (  # noqa: F401  register calls
     fuzz_group_calls,
     fuzz_lab_calls,
     fuzz_layer_calls,
+    fuzz_recorded_calls,
     fuzz_serving_calls,
     fuzz_shard_calls,
     fuzz_weight_calls,

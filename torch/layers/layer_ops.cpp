@@ -6,6 +6,7 @@
 #include <array>
 #include <tuple>
 
+#include "ops/bridge.h"
 #include "ops/op.h"
 #include "ops/outputs.h"
 
@@ -33,6 +34,68 @@ Tensor empty_result(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarTyp
   return at::empty_symint(shape, like.options().dtype(dtype));
 }
 
+// Requires what a trace passes: a recipe, and the state that it needs. like: on the layer's device
+void check_state(const char* op, const PreparedRecipe& recipe, const std::optional<Tensor>& rng,
+                 const std::optional<Tensor>& history, const Tensor& like) {
+  TORCH_CHECK_VALUE(!recipe.is_stochastic || rng, op, ": recipe ", recipe.text,
+                    " rounds stochastically and needs rng");
+  TORCH_CHECK_VALUE(!recipe.is_delayed || history, op, ": recipe ", recipe.text,
+                    " scales by history and needs amax_history");
+  if (rng) {
+    bridge::check_rng(op, *rng, like);
+    bridge::check_memory_if_real(op, "rng", *rng);
+  }
+  if (history) check_history(op, *history, like);
+}
+
+void check_dtype(const char* op, const char* name, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16, op, ": expected ", name,
+                    " float32 or bfloat16, got ", dtype);
+}
+
+// Requires an operand (rows, cols) as a product reads it, of which a cast may write to a history
+// before the product checks it.   rows: none: any
+void check_operand(const char* op, const char* name, const Spec& spec, const Tensor& elements,
+                   const Tensor& scale, const Tensor& amax, const std::optional<SymInt>& rows,
+                   const SymInt& cols, bool is_decoded = false) {
+  TORCH_CHECK_VALUE(elements.defined() && scale.defined() && amax.defined(), op, ": expected ",
+                    name, " as three tensors, got none");
+  check_input(name, spec, input_of(spec, elements, scale, amax),
+              {.k = cols, .values_k = cols, .matrices = {}, .groups = {}});
+  const at::ScalarType dtype = elements.scalar_type();
+  TORCH_CHECK_VALUE(
+      spec.is_bf16() || (elements.is_contiguous() &&
+                         (dtype == at::kByte || is_decoded || dtype == at::kFloat8_e4m3fn)),
+      op, ": expected contiguous ", name, " as codes or values are, got ", dtype, ", strides ",
+      elements.sym_strides());
+  TORCH_CHECK_VALUE(!rows || elements.sym_size(0) == *rows, op, ": expected ", name, " of ",
+                    rows.value_or(0), " rows, got ", elements.sym_size(0));
+}
+
+// Requires W (n, k) itself with the amax of its columnwise cast, or as codes.   w: three tensors
+void check_saved_weight(const char* op, const PreparedRecipe& recipe, at::TensorList w,
+                        const SymInt& n, const SymInt& k) {
+  const Spec& spec = recipe.spec_of_codes(kDgradW);
+  const bool is_rowwise = recipe.specs[kDgradW].is_of_forward();
+  if (!w[0].defined() || !w[0].is_floating_point() || spec.is_bf16())
+    return check_operand(op, "the saved weight", spec, w[0], w[1], w[2], is_rowwise ? n : k,
+                         is_rowwise ? k : n);
+  bridge::check_value_dtype(op, "the saved weight", w[0]);
+  const c10::SymDimVector shape = {n, k}, of_amax(spec.has_row_amax() ? 1 : 0, k);
+  TORCH_CHECK_VALUE(w[0].sym_sizes().equals(shape) && w[0].sym_stride(1) == 1, op,
+                    ": expected the saved weight (", n, ", ", k, ") with adjacent columns, got ",
+                    w[0].sym_sizes(), ", strides ", w[0].sym_strides());
+  TORCH_CHECK_VALUE(w[2].defined() && w[2].scalar_type() == at::kFloat &&
+                        (w[2].sym_numel() == 0 || w[2].sym_sizes().equals(of_amax)),
+                    op, ": expected the saved weight's amax as float32 ", of_amax, " or none");
+}
+
+bool records_recipe(const PreparedRecipe& recipe) {
+  // Else what backward reads of W is W itself, or what forward reads.
+  return !recipe.reads_values(kFpropX) && !recipe.reads_values(kFpropW) &&
+         !recipe.reads_values(kDgradW) && !recipe.keeps_codes(kFpropW);
+}
+
 // ---- forward ------------------------------------------------------------------------------------
 
 FourTensors linear_forward(const Tensor& x_codes, const Tensor& x_scale, const Tensor& x_amax,
@@ -41,16 +104,31 @@ FourTensors linear_forward(const Tensor& x_codes, const Tensor& x_scale, const T
                            at::ScalarType dtype, bool needs_dx, const std::string& recompute,
                            const std::optional<Tensor>& rng, const std::optional<Tensor>& history,
                            std::int64_t stream) {
+  constexpr const char* kOp = "linear_forward";
   const PreparedRecipe& prepared = prepare(recipe);
+  TORCH_CHECK_VALUE(records_recipe(prepared), kOp,
+                    ": expected a recipe whose forward reads codes, ",
+                    "and dgrad codes of its own, got ", recipe);
+  TORCH_CHECK_VALUE(weight.dim() == 2, kOp, ": expected weight (N, K), got ", weight.sym_sizes());
+  check_dtype(kOp, "dtype", dtype);
+  check_state(kOp, prepared, rng, history, weight);
+  const Tensor x_tensors[] = {x_codes, x_scale, x_amax, x_values};
+  bridge::check_same_device(kOp, "x", x_tensors, weight);
+  for (const Tensor& t : x_tensors) bridge::check_memory_if_real(kOp, "x", t);
+  const bool decoded = x_values.defined() && x_values.dim() == 2;
+  check_operand(kOp, "x", prepared.specs[kFpropX], decoded ? x_values : x_codes, x_scale, x_amax,
+                std::nullopt, weight.sym_size(1), decoded);
   const Layers layers = {.weights = weight,
                          .biases = list_of(bias),
                          .bias_index = {bias ? 0 : -1},
                          .rng = list_of(rng),
                          .histories = list_of(history),
                          .streams = {stream},
-                         .recomputes_weights = recomputes_weights("linear_forward", recompute),
+                         .recomputes_weights = recomputes_weights(kOp, recompute),
                          .prequantized = {},
                          .shards = {}};
+  // Of x only its shape is known.
+  check_layers(empty_result(weight, {0, weight.sym_size(1)}, dtype), layers, prepared);
   const NeededGradients needs(needs_dx);
   std::vector<Tensor> saved;
   const ForwardPass pass = {.prepared = prepared,
@@ -68,7 +146,6 @@ FourTensors linear_forward(const Tensor& x_codes, const Tensor& x_scale, const T
               kDgradW);
     y = empty_result(x_codes, {x_codes.sym_size(0), weight.sym_size(0)}, dtype);
   } else {
-    const bool decoded = x_values.dim() == 2;
     y = multiply_operand(pass, {x_codes, x_scale, or_undefined(x_amax), x_values},
                          {.place = kFpropX, .decoded = decoded})
             .front();
@@ -90,15 +167,33 @@ ThreeTensors linear_backward(const Tensor& grad, at::TensorList saved, const std
                              std::optional<at::ScalarType> bias_dtype,
                              const std::optional<Tensor>& rng, const std::optional<Tensor>& history,
                              std::int64_t stream) {
+  constexpr const char* kOp = "linear_backward";
   const auto& [needs_dx, needs_dw, needs_db] = needed;
+  const PreparedRecipe& prepared = prepare(recipe);
+  bridge::check_value_dtype(kOp, "grad", grad);
+  TORCH_CHECK_VALUE(grad.dim() >= 1 && k >= 0, kOp, ": expected grad (…, N) and K, got ",
+                    grad.sym_sizes(), " and ", k);
+  TORCH_CHECK_VALUE(saved.size() == 6, kOp, ": expected six saved tensors, got ", saved.size());
+  TORCH_CHECK_VALUE(!needs_db || bias_dtype, kOp, ": expected a dtype of the bias, got none");
+  for (const at::ScalarType dtype :
+       {x_dtype, product_dtype, weight_dtype, bias_dtype.value_or(x_dtype)})
+    check_dtype(kOp, "dtypes", dtype);
+  check_state(kOp, prepared, rng, history, grad);
+  bridge::check_same_device(kOp, "saved", saved, grad);
+  for (const Tensor& t : saved) bridge::check_memory_if_real(kOp, "saved", t);
   const Tensor g = as_matrix("linear", "gradient", grad);
-  const SymInt n = g.sym_size(1);
+  const SymInt m = g.sym_size(0), n = g.sym_size(1);
+  const bool is_rowwise = prepared.specs[kWgradX].is_of_forward();
+  if (needs_dw)
+    check_operand(kOp, "the saved x", prepared.spec_of_codes(kWgradX), saved[0], saved[1], saved[2],
+                  is_rowwise ? m : k, is_rowwise ? k : m);
+  if (needs_dx) check_saved_weight(kOp, prepared, saved.slice(3), n, k);
   const Tensor none = or_empty(nullptr, grad);
   if (grad.is_meta())  // the products need no check that forward's have not passed
-    return {needs_dx ? empty_result(g, {g.sym_size(0), k}, g.scalar_type()) : none,
+    return {needs_dx ? empty_result(g, {m, k}, g.scalar_type()) : none,
             needs_dw ? empty_result(g, {n, k}, weight_dtype) : none,
             needs_db ? empty_result(g, {n}, *bias_dtype) : none};
-  SavedLayers layers(prepare(recipe), x_dtype);
+  SavedLayers layers(prepared, x_dtype);
   layers.streams = {stream};
   layers.product_dtypes = {product_dtype};
   layers.weight_dtypes = {weight_dtype};
@@ -127,9 +222,7 @@ bool records_forward(const PreparedRecipe& recipe, const Layers& layers, const T
   if (!is_compiled(t) || layers.shards.sharding || layers.groups ||
       !layers.prequantized.weight.empty())
     return false;
-  // Else what backward reads of W is W itself, or what forward reads.
-  return !recipe.reads_values(kFpropX) && !recipe.reads_values(kFpropW) &&
-         !recipe.reads_values(kDgradW) && !recipe.keeps_codes(kFpropW);
+  return records_recipe(recipe);
 }
 
 std::vector<Tensor> record_forward(const ForwardPass& pass, const QuantizedOperand& x) {

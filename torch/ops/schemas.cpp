@@ -402,8 +402,9 @@ void resolve_views(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
 }
 template <c10::DispatchKey kKey>
 void register_views(torch::Library& m) {
-  for (const char* op : {"quantize_delayed", "add_scaled_mm", "sum_messages",
-                         "activation_gradients_", "advance_random_state"})
+  for (const char* op :
+       {"quantize_delayed", "add_scaled_mm", "sum_messages", "activation_gradients_",
+        "advance_random_state", "linear_forward_delayed", "linear_backward_delayed"})
     m.impl(op, torch::CppFunction::makeFromBoxedFunction<&resolve_views<kKey>>());
 }
 TORCH_LIBRARY_IMPL(minifloat, Negative, m) { register_views<c10::DispatchKey::Negative>(m); }

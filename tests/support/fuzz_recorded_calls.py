@@ -1,0 +1,110 @@
+"""Valid calls for the op fuzzer: what torch.compile records of a layer, and steps in a graph."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import minifloat as mf
+import torch
+
+from tests.support.fuzz_calls import Call, call, op_call, ops
+from tests.support.fuzz_values import Arena, values
+
+RECIPES = ["fp8_tensorwise", "fp8_rowwise", "mxfp8", "mxfp4", "nvfp4", "nvfp4_pow2"]
+ROWS, WIDTH, FEATURES = 48, 64, 32
+
+
+def _layer(rng: Random, arena: Arena, delayed: bool) -> dict[str, Any]:
+    """Draws a recipe and its state, and casts x and W as layers do."""
+    recipe = mf.Recipe("fp8_delayed" if delayed else rng.choice(RECIPES))
+    dtype = rng.choice((torch.float32, torch.bfloat16))
+    x, w = (values(rng, (n, WIDTH), dtype).nan_to_num(0.0) for n in (ROWS, FEATURES))
+    state = torch.zeros(6, 1 + rng.choice((1, 4)))
+    given = {
+        "recipe": recipe.text,
+        "rng": arena.place(torch.tensor([1, 2, 3])),
+        "amax_history": arena.place(state) if delayed else None,
+        "stream": rng.randrange(100),
+    }
+    specs = [recipe.fprop.a, recipe.wgrad.b, recipe.dgrad.b]
+    row, of_x, of_w = (spec.removesuffix("+delayed") for spec in specs)
+    draws = {"rng": given["rng"]}
+    casts = [ops.quantize(x, row, "", **draws)[:4], ops.quantize(x, "", of_x, **draws)[4:7]]
+    casts.append(ops.quantize(w, "", of_w, **draws)[4:7])
+    places = [[arena.place(t) for t in tensors] for tensors in casts]
+    return {"given": given, "dtype": dtype, "x": places[0], "saved": places[1] + places[2], "w": w}
+
+
+def _forward(rng: Random, arena: Arena, delayed: bool = False) -> Call:
+    layer = _layer(rng, arena, delayed)
+    names = ("x_codes", "x_scale", "x_amax", "x_decoded")
+    args: dict[str, Any] = dict(zip(names, layer["x"]))
+    args |= {"weight": arena.place(layer["w"]), "dtype": layer["dtype"]}
+    args["bias"] = arena.place(torch.randn(FEATURES)) if rng.random() < 0.5 else None
+    args |= {"needs_dx": rng.random() < 0.8, "recompute": rng.choice(("", "weight"))}
+    suffix = "_delayed" if delayed else ""
+    return op_call(f"linear_forward{suffix}", **args, **layer["given"])
+
+
+def _backward(rng: Random, arena: Arena, delayed: bool = False) -> Call:
+    layer, dtype = _layer(rng, arena, delayed), torch.bfloat16
+    saved = layer["saved"]
+    if rng.random() < 0.3:  # W is cast again
+        saved = [*saved[:3], arena.place(layer["w"]), torch.empty(0), torch.empty(0)]
+    args: dict[str, Any] = {"grad": arena.place(values(rng, (ROWS, FEATURES), dtype)), "k": WIDTH}
+    args |= {"saved": saved, "needed": [rng.random() < 0.8 for _ in range(3)]}
+    args |= {"x_dtype": layer["dtype"], "product_dtype": dtype, "weight_dtype": dtype}
+    args["bias_dtype"] = torch.float32
+    suffix = "_delayed" if delayed else ""
+    return op_call(f"linear_backward{suffix}", **args, **layer["given"])
+
+
+@call("linear_forward")
+def _linear_forward(rng: Random, arena: Arena) -> Call:
+    return _forward(rng, arena)
+
+
+@call("linear_forward_delayed")
+def _linear_forward_delayed(rng: Random, arena: Arena) -> Call:
+    return _forward(rng, arena, delayed=True)
+
+
+@call("linear_backward")
+def _linear_backward(rng: Random, arena: Arena) -> Call:
+    return _backward(rng, arena)
+
+
+@call("linear_backward_delayed")
+def _linear_backward_delayed(rng: Random, arena: Arena) -> Call:
+    return _backward(rng, arena, delayed=True)
+
+
+@call("mf.checkpoint_policy")
+def _policy(rng: Random, arena: Arena) -> Call:
+    def run(op: Any) -> None:
+        mf.checkpoint_policy(None, op)
+
+    return Call(run, {"op": rng.choice((ops.scaled_mm.default, torch.ops.aten.add.Tensor))})
+
+
+@call("mf.GraphedStep")
+def _graphed_step(rng: Random, arena: Arena) -> Call:
+    def run(warm_ups: Any, x: Any, rate: Any) -> None:
+        layer = mf.Linear(32, 32, recipe="mxfp8")
+        optimizer = torch.optim.SGD(layer.parameters(), lr=rate)
+
+        def step(x: Any) -> Any:
+            loss = layer(x).float().square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            mf.step(layer)
+            return loss
+
+        graphed = mf.GraphedStep(step, layer, optimizer, warm_ups=warm_ups)
+        graphed(x)
+        graphed(x)
+
+    args = {"warm_ups": rng.choice((1, 3)), "x": torch.randn(4, 32), "rate": 0.1}
+    return Call(run, args, is_of_models=True)
