@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -60,24 +61,9 @@ def _backward(rng: Random, arena: Arena, delayed: bool = False) -> Call:
     return op_call(f"linear_backward{suffix}", **args, **layer["given"])
 
 
-@call("linear_forward")
-def _linear_forward(rng: Random, arena: Arena) -> Call:
-    return _forward(rng, arena)
-
-
-@call("linear_forward_delayed")
-def _linear_forward_delayed(rng: Random, arena: Arena) -> Call:
-    return _forward(rng, arena, delayed=True)
-
-
-@call("linear_backward")
-def _linear_backward(rng: Random, arena: Arena) -> Call:
-    return _backward(rng, arena)
-
-
-@call("linear_backward_delayed")
-def _linear_backward_delayed(rng: Random, arena: Arena) -> Call:
-    return _backward(rng, arena, delayed=True)
+for _name, _make in (("linear_forward", _forward), ("linear_backward", _backward)):
+    call(_name)(_make)
+    call(f"{_name}_delayed")(partial(_make, delayed=True))
 
 
 @call("mf.checkpoint_policy")

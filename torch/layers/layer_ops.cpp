@@ -34,6 +34,10 @@ Tensor empty_result(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarTyp
   return at::empty_symint(shape, like.options().dtype(dtype));
 }
 
+std::optional<Tensor> or_none(const Tensor& t) {
+  return t.defined() ? std::optional(t) : std::nullopt;
+}
+
 // Requires what a trace passes: a recipe, and the state that it needs. like: on the layer's device
 void check_state(const char* op, const PreparedRecipe& recipe, const std::optional<Tensor>& rng,
                  const std::optional<Tensor>& history, const Tensor& like) {
@@ -99,7 +103,7 @@ bool records_recipe(const PreparedRecipe& recipe) {
 // ---- forward ------------------------------------------------------------------------------------
 
 FourTensors linear_forward(const Tensor& x_codes, const Tensor& x_scale, const Tensor& x_amax,
-                           const Tensor& x_values, const Tensor& weight,
+                           const Tensor& x_decoded, const Tensor& weight,
                            const std::optional<Tensor>& bias, const std::string& recipe,
                            at::ScalarType dtype, bool needs_dx, const std::string& recompute,
                            const std::optional<Tensor>& rng, const std::optional<Tensor>& history,
@@ -111,12 +115,11 @@ FourTensors linear_forward(const Tensor& x_codes, const Tensor& x_scale, const T
                     "and dgrad codes of its own, got ", recipe);
   TORCH_CHECK_VALUE(weight.dim() == 2, kOp, ": expected weight (N, K), got ", weight.sym_sizes());
   check_dtype(kOp, "dtype", dtype);
-  check_state(kOp, prepared, rng, history, weight);
-  const Tensor x_tensors[] = {x_codes, x_scale, x_amax, x_values};
+  const Tensor x_tensors[] = {x_codes, x_scale, x_amax, x_decoded};
   bridge::check_same_device(kOp, "x", x_tensors, weight);
   for (const Tensor& t : x_tensors) bridge::check_memory_if_real(kOp, "x", t);
-  const bool decoded = x_values.defined() && x_values.dim() == 2;
-  check_operand(kOp, "x", prepared.specs[kFpropX], decoded ? x_values : x_codes, x_scale, x_amax,
+  const bool decoded = x_decoded.defined() && x_decoded.dim() == 2;
+  check_operand(kOp, "x", prepared.specs[kFpropX], decoded ? x_decoded : x_codes, x_scale, x_amax,
                 std::nullopt, weight.sym_size(1), decoded);
   const Layers layers = {.weights = weight,
                          .biases = list_of(bias),
@@ -127,7 +130,7 @@ FourTensors linear_forward(const Tensor& x_codes, const Tensor& x_scale, const T
                          .recomputes_weights = recomputes_weights(kOp, recompute),
                          .prequantized = {},
                          .shards = {}};
-  // Of x only its shape is known.
+  // Of x only its shape is known. Checks the state too.
   check_layers(empty_result(weight, {0, weight.sym_size(1)}, dtype), layers, prepared);
   const NeededGradients needs(needs_dx);
   std::vector<Tensor> saved;
@@ -146,7 +149,7 @@ FourTensors linear_forward(const Tensor& x_codes, const Tensor& x_scale, const T
               kDgradW);
     y = empty_result(x_codes, {x_codes.sym_size(0), weight.sym_size(0)}, dtype);
   } else {
-    y = multiply_operand(pass, {x_codes, x_scale, or_undefined(x_amax), x_values},
+    y = multiply_operand(pass, {x_codes, x_scale, or_undefined(x_amax), x_decoded},
                          {.place = kFpropX, .decoded = decoded})
             .front();
   }
@@ -227,19 +230,16 @@ bool records_forward(const PreparedRecipe& recipe, const Layers& layers, const T
 
 std::vector<Tensor> record_forward(const ForwardPass& pass, const QuantizedOperand& x) {
   const Layers& layers = pass.layers;
-  const auto at_or_none = [](at::TensorList list, std::size_t i) {
-    return list.empty() ? std::nullopt : std::optional(list[i]);
-  };
   const bool saves_itself = layers.recomputes_weights && pass.saved && pass.needs.dx;
   std::vector<Tensor> outputs;
   for (std::size_t i = 0; i < layers.weights.size(); ++i) {
     const Tensor& weight = layers.weights[i];
+    const CastContext state = pass.state_of(i);
     const auto& op = layers.histories.empty() ? linear_forward_op : linear_forward_delayed_op;
     auto [y, codes, scale, amax] =
         op(x.codes, x.scale, or_empty(&x.amax, x.codes), x.decoded, weight, layers.bias_of(i),
            pass.prepared.text, pass.dtype, pass.saved && pass.needs.dx,
-           saves_itself ? "weight" : "", at_or_none(layers.rng, i), at_or_none(layers.histories, i),
-           layers.streams.empty() ? 0 : layers.streams[i]);
+           saves_itself ? "weight" : "", or_none(state.rng), or_none(state.history), state.stream);
     outputs.push_back(std::move(y));
     amax = or_undefined(amax);
     if (saves_itself)
@@ -257,18 +257,17 @@ bool records_backward(const SavedLayers& layers, const std::vector<Tensor>& grad
 
 LayerGradients record_backward(const SavedLayers& layers, const NeededGradients& needs,
                                const Tensor& grad, const std::vector<Tensor>& saved) {
-  const auto first_or_none = [](const auto& list) {
-    return list.empty() ? std::nullopt : std::optional(list[0]);
-  };
   std::vector<Tensor> tensors;
   for (const Tensor& t : saved) tensors.push_back(or_empty(&t, grad));
   const bool needs_db = !needs.db.empty() && needs.db[0];
+  const CastContext state = layers.state_of(0);
+  std::optional<at::ScalarType> bias_dtype;
+  if (!layers.bias_dtypes.empty()) bias_dtype = layers.bias_dtypes[0];
   const auto& op = layers.histories.empty() ? linear_backward_op : linear_backward_delayed_op;
   const auto [dx, dw, db] =
       op(grad, tensors, layers.recipe.text, {needs.dx, needs.any_dw, needs_db},
          layers.features[0][1], layers.x_dtype, layers.product_dtypes[0], layers.weight_dtypes[0],
-         first_or_none(layers.bias_dtypes), first_or_none(layers.rng),
-         first_or_none(layers.histories), layers.streams.empty() ? 0 : layers.streams[0]);
+         bias_dtype, or_none(state.rng), or_none(state.history), state.stream);
   return {needs.dx ? dx : Tensor(), needs.any_dw ? dw : Tensor(), needs_db ? db : Tensor()};
 }
 

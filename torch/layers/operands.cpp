@@ -211,7 +211,7 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const OperandU
   };
   options.groups = state.groups;
   options.first_expert = state.first_expert;
-  options.apart_col = state.returned_col;
+  options.apart_col = state.apart_col;
   const std::string& row_text =
       set_options(row, options.amax_row, options.stream_row, options.decoded_row);
   const std::string& col_text =

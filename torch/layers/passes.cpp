@@ -130,7 +130,7 @@ Tensor amax_of_codes(const Spec& spec, const QuantizedOperand& operand) {
 CastContext ForwardPass::state_of(std::size_t i) const {
   CastContext state = state_of_weight(layers, i, layers.shards.sharding, layers.features_of(i));
   state.deferred_amaxes = deferred_amaxes;
-  state.returned_col = returns_saved;
+  state.apart_col = returns_saved;
   return state;
 }
 

@@ -48,10 +48,12 @@ def convert_mlps(
     fused, not_fused = [], []
     for name, parent in model.named_modules():
         found = layers_of(parent)
-        if found is None and all_classes and (names := layers_within(parent)):
-            texts = f"{', '.join(names[:-1])} and {names[-1]}"
-            not_fused.append((clean_name(name), WITHIN.format(texts)))
-        if found is None or not (all_classes or isinstance(parent, MLP)):
+        if found is None:
+            if all_classes and (names := layers_within(parent)):
+                texts = f"{', '.join(names[:-1])} and {names[-1]}"
+                not_fused.append((clean_name(name), WITHIN.format(texts)))
+            continue
+        if not (all_classes or isinstance(parent, MLP)):
             continue
         try:
             parts, reads = match_mlp(parent, found)
@@ -81,9 +83,13 @@ def restore_mlps(model: nn.Module, kept: Collection[MLP] = ()) -> None:
             restore_mlp(module)
 
 
+def linear_children(parent: nn.Module) -> dict[str, Linear]:
+    return {n: child for n, child in parent._modules.items() if isinstance(child, Linear)}
+
+
 def layers_of(parent: nn.Module) -> dict[str, Linear] | None:
     """Returns the layers of a candidate by name; None: the module is none."""
-    found = {n: child for n, child in parent._modules.items() if isinstance(child, Linear)}
+    found = linear_children(parent)
     own = {id(p) for layer in found.values() for p in layer.parameters()}
     if len(found) not in (2, 3) or any(id(p) not in own for p in parent.parameters()):
         return None
@@ -104,7 +110,7 @@ def layers_within(parent: nn.Module) -> list[str]:
     Such layers are children of one module, as its activation is or is called in its forward, and
     their shapes fit. No layers: there is no sign of a feed-forward.
     """
-    layers = {n: child for n, child in parent._modules.items() if isinstance(child, Linear)}
+    layers = linear_children(parent)
     names = getattr(getattr(type(parent).forward, "__code__", None), "co_names", ())
     if not ACTIVATIONS.intersection(names) and not any(
         isinstance(child, (nn.SiLU, nn.GELU)) for child in parent.children()
