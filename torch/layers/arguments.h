@@ -4,6 +4,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
 
 #include <cstdint>
 #include <optional>
@@ -15,6 +16,10 @@
 #include "layers/weight_sums.h"
 
 namespace minifloat::torch_ops {
+
+// A list with an element for each layer of a call, which has few: nothing is allocated for two.
+template <class T>
+using PerLayer = c10::SmallVector<T, 2>;
 
 inline constexpr const char* kGroupedMm = "scaled_grouped_mm";  // the op, for errors
 
@@ -50,11 +55,11 @@ struct RowGroups {
 // histories are empty, or have one tensor for each weight.
 struct Layers {
   at::TensorList weights;
-  at::TensorList biases;        // of the layers that have one
-  std::vector<int> bias_index;  // of each weight's bias in biases; -1: none
+  at::TensorList biases;     // of the layers that have one
+  PerLayer<int> bias_index;  // of each weight's bias in biases; -1: none
   at::TensorList rng, histories;
-  std::vector<std::int64_t> streams;  // of the layers, besides those in rng; empty: zeros
-  bool recomputes_weights = false;    // whether backward quantizes weights again
+  at::IntArrayRef streams;          // of the layers, besides those in rng; empty: zeros
+  bool recomputes_weights = false;  // whether backward quantizes weights again
   Prequantized prequantized;
   Shards shards;
   WeightSums sums = {};
@@ -83,7 +88,7 @@ struct Layers {
 struct NeededGradients {
   bool dx = false;
   bool any_dw = false;
-  std::vector<bool> dw, db;
+  PerLayer<bool> dw, db;
 
   NeededGradients() = default;
   explicit NeededGradients(bool needs_dx) : dx(needs_dx) {}

@@ -41,7 +41,7 @@ Layers layer_of(const GroupedCall& call, const Tensor& b) {
           .bias_index = {call.bias.empty() ? -1 : 0},
           .rng = call.rng,
           .histories = call.history,
-          .streams = {call.stream},
+          .streams = call.stream,
           .recomputes_weights = call.recomputes_weights,
           .prequantized = {call.a_operands, call.weight_operands},
           .shards = {call.sharding ? &*call.sharding : nullptr},

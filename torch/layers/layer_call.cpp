@@ -136,7 +136,7 @@ Layers layers_of(const char* op, const LayerCall& call, std::size_t begin, std::
     return list.empty() || is_whole ? list : list.slice(of_each * begin, of_each * count);
   };
   std::size_t first_bias = 0, biases = 0;
-  std::vector<int> bias_index;
+  PerLayer<int> bias_index;
   for (std::size_t i = 0; i < call.bias_index.size(); ++i) {
     const bool has_bias = call.bias_index[i] >= 0, is_before = !is_whole && i < begin;
     if (is_before) first_bias += has_bias;
@@ -144,23 +144,19 @@ Layers layers_of(const char* op, const LayerCall& call, std::size_t begin, std::
     bias_index.push_back(has_bias ? static_cast<int>(biases) : -1);
     biases += has_bias;
   }
-  const std::vector<std::int64_t>& streams = call.streams;
-  return {
-      .weights = at::TensorList(call.weights).slice(begin, count),
-      .biases = at::TensorList(call.biases).slice(first_bias, biases),
-      .bias_index = std::move(bias_index),
-      .rng = part(call.rng, 1),
-      .histories = part(call.histories, 1),
-      .streams = streams.empty() || is_whole
-                     ? streams
-                     : std::vector(streams.begin() + static_cast<std::ptrdiff_t>(begin),
-                                   streams.begin() + static_cast<std::ptrdiff_t>(begin + count)),
-      .recomputes_weights = recomputes_weights(op, call.recompute),
-      .prequantized = {begin == 0 ? at::TensorList(call.x_operands) : at::TensorList(),
-                       part(call.weight_operands, 8)},
-      .shards = {call.sharding ? &*call.sharding : nullptr, call.gathered},
-      .sums = {accumulation(op, call.accumulate, call.received, !call.main_grads.empty()),
-               part(call.main_grads, 1)}};
+  const at::IntArrayRef streams = call.streams;
+  return {.weights = at::TensorList(call.weights).slice(begin, count),
+          .biases = at::TensorList(call.biases).slice(first_bias, biases),
+          .bias_index = std::move(bias_index),
+          .rng = part(call.rng, 1),
+          .histories = part(call.histories, 1),
+          .streams = streams.empty() || is_whole ? streams : streams.slice(begin, count),
+          .recomputes_weights = recomputes_weights(op, call.recompute),
+          .prequantized = {begin == 0 ? at::TensorList(call.x_operands) : at::TensorList(),
+                           part(call.weight_operands, 8)},
+          .shards = {call.sharding ? &*call.sharding : nullptr, call.gathered},
+          .sums = {accumulation(op, call.accumulate, call.received, !call.main_grads.empty()),
+                   part(call.main_grads, 1)}};
 }
 
 }  // namespace minifloat::torch_ops

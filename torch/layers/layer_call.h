@@ -27,7 +27,7 @@ struct LayerCall {
   Tensor x;
   std::vector<Tensor> weights;
   std::vector<Tensor> biases;                       // of the weights that have one
-  std::vector<int> bias_index;                      // of each weight's bias in biases; -1: none
+  PerLayer<int> bias_index;                         // of each weight's bias in biases; -1: none
   std::string recipe, activation;                   // activation: of mlp
   std::vector<Tensor> rng, histories;               // one a weight
   std::vector<std::int64_t> streams;                // one a weight

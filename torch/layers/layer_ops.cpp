@@ -126,7 +126,7 @@ FourTensors linear_forward(const Tensor& x_codes, const Tensor& x_scale, const T
                          .bias_index = {bias ? 0 : -1},
                          .rng = list_of(rng),
                          .histories = list_of(history),
-                         .streams = {stream},
+                         .streams = stream,
                          .recomputes_weights = recomputes_weights(kOp, recompute),
                          .prequantized = {},
                          .shards = {}};

@@ -171,7 +171,7 @@ class Backward {
 
   // Returns whether a bias needs its gradient, a sum of values.
   bool has_biases() const {
-    const std::vector<bool>& db = r_.needs.inputs.db;
+    const auto& db = r_.needs.inputs.db;
     return std::find(db.begin(), db.end(), true) != db.end();
   }
 

@@ -123,7 +123,8 @@ Directions operands_of_forward(const ForwardPass& pass, std::size_t i) {
 }  // namespace
 
 Tensor amax_of_codes(const Spec& spec, const QuantizedOperand& operand) {
-  const bool has_amax = (spec.has_tensor_amax() && !spec.delayed) || spec.has_row_amax();
+  const bool is_factor = spec.has_tensor_amax() && spec.rule != ScaleRule::kTensor;
+  const bool has_amax = (is_factor && !spec.delayed) || spec.has_row_amax();
   return has_amax ? operand.amax : Tensor();
 }
 
@@ -256,10 +257,10 @@ SavedLayers::SavedLayers(const Layers& layers, const PreparedRecipe& of_recipe,
       streams(layers.streams),
       x_dtype(dtype),
       accumulation(layers.sums.accumulation),
-      main_grads(layers.sums.main_grads.vec()),
+      main_grads(layers.sums.main_grads),
       bias_index(layers.bias_index),
-      histories(layers.histories.vec()),
-      rng(layers.rng.vec()),
+      histories(layers.histories),
+      rng(layers.rng),
       groups(layers.groups) {
   if (layers.shards.sharding) sharding = *layers.shards.sharding;
   for (const Tensor& w : layers.weights) {

@@ -41,8 +41,9 @@ struct ForwardPass {
   void save(const QuantizedOperand& operand, Place place) const;
 };
 
-// Returns an operand's amax where products read it with the codes; undefined: they do not. Under
-// delayed scaling it is for the history alone, and a cast that raises one returns none.
+// Returns an operand's amax where products read it with the codes; undefined: they do not. A tensor
+// without blocks has its scale instead. Under delayed scaling the amax is for the history alone, and
+// a cast that raises one returns none.
 Tensor amax_of_codes(const Spec& spec, const QuantizedOperand& operand);
 
 // Quantizes x of a forward pass: rowwise as fprop reads x, columnwise as backward reads x. Operands
@@ -75,17 +76,17 @@ struct SavedLayers {
       : recipe(of_recipe), x_dtype(dtype) {}
 
   const PreparedRecipe& recipe;
-  std::vector<std::int64_t> streams;
+  PerLayer<std::int64_t> streams;
   at::ScalarType x_dtype;
   Accumulation accumulation;
-  std::vector<Tensor> main_grads;  // one a weight, or none
+  PerLayer<Tensor> main_grads;  // one a weight, or none
   // Dtypes of dW as the product writes it: the weight's after autocast. A weight that is no tensor
   // subclass and whose codes the caller passes is not cast: its dW has x's dtype.
-  std::vector<at::ScalarType> product_dtypes;
-  std::vector<at::ScalarType> weight_dtypes, bias_dtypes;
-  std::vector<int> bias_index;
-  std::vector<std::array<SymInt, 2>> features;  // of each weight, (N, K)
-  std::vector<Tensor> histories, rng;
+  PerLayer<at::ScalarType> product_dtypes;
+  PerLayer<at::ScalarType> weight_dtypes, bias_dtypes;
+  PerLayer<int> bias_index;
+  PerLayer<std::array<SymInt, 2>> features;  // of each weight, (N, K)
+  PerLayer<Tensor> histories, rng;
   std::optional<Sharding> sharding;  // none: this process has the whole weights
   std::optional<RowGroups> groups;   // as in Layers
 

@@ -82,37 +82,35 @@ class LinearState(RecipeState):
             weight: (N, K), the parameter, whole or codes.
             bias: (N), or None.
         """
-        is_compiling = torch.compiler.is_compiling()
-        sums = weight_sums(self, weight)
+        is_compiling, has_dgrad = torch.compiler.is_compiling(), needs_gradient(input)
+        sums = weight_sums(self, weight) if self.accumulate else None
         if not weight.is_contiguous():
             weight = weight.contiguous()
         if self.weight_gather is not None and not is_compiling:
-            self.weight_gather.complete(weight, needs_gradient(input))
-        recipe = self.recipe
+            self.weight_gather.complete(weight, has_dgrad)
+        text = self.recipe.text
         # An argument left out takes less time than its default.
         given = self.op_state(weight.device)
-        history = given.get("amax_history")
-        has_dgrad = needs_gradient(input)
-        operands = (
-            weight_operands(weight, recipe, has_dgrad, history)
-            if self.amax_group is None
-            else self.amax_group.operands(self, input, has_dgrad)
-        )
-        if operands is not None:
-            given["weight_operands"] = operands
+        if self.amax_group is not None:
+            given["weight_operands"] = self.amax_group.operands(self, input, has_dgrad)
+        elif isinstance(weight, QuantizedTensor):
+            history = given.get("amax_history")
+            given["weight_operands"] = weight_operands(weight, self.recipe, has_dgrad, history)
         if not is_compiling and type(input) is Tensor and not input.is_meta:
             cache = self.weight_codes
             if cache is not None and tracing_state() is None:  # else a constant
                 cache.notice_capture(input)
-                given |= {"weight_cache": cache.id, "training": self.training}
+                given["weight_cache"], given["training"] = cache.id, self.training
             if self.shared_input is not None and not is_transformed():
                 columnwise = torch.is_grad_enabled() and weight.requires_grad
                 given["x_operands"] = self.shared_input.operands(
-                    input, recipe.text, columnwise, conditions_of(input)
+                    input, text, columnwise, conditions_of(input)
                 )
         if self.recompute:
             given["recompute"] = self.recompute
-        return ops.linear.default(input, weight, bias, recipe.text, **given, **sums)
+        if sums is not None:
+            given.update(sums)
+        return ops.linear.default(input, weight, bias, text, **given)
 
     def __setattr__(self, name: str, value: Any) -> None:
         gather = self.weight_gather

@@ -230,18 +230,21 @@ class RecipeState(nn.Module):
 
         device: of the random state.
         """
-        is_compiling = torch.compiler.is_compiling()
-        found: dict[str, Any] = {} if is_compiling else {"stream": self.stream_id}
-        if not is_compiling and self.stream.device != device and device.type != "meta":
-            self._move_state(device)  # the weight's memory was moved, and no method called
-        if (history := self.step_history()) is not None:
-            found["amax_history"] = history
+        found: dict[str, Any] = {}
+        if not (is_compiling := torch.compiler.is_compiling()):
+            found["stream"] = self.stream_id
+            if self.stream.device != device and device.type != "meta":
+                self._move_state(device)  # the weight's memory was moved, and no method called
+        if self.amax_history is not None:
+            found["amax_history"] = self.step_history()
         if self.rng_state is None:
             return found
-        if not is_compiling:
-            return found | {"rng": self.rng_state.draw(self.draws, device, self.training)}
-        state = self.rng_state.trace(self.training).to(self.stream.device)
-        return found | {"rng": torch.cat([state, self.stream])}
+        if is_compiling:
+            state = self.rng_state.trace(self.training).to(self.stream.device)
+            found["rng"] = torch.cat([state, self.stream])
+        else:
+            found["rng"] = self.rng_state.draw(self.draws, device, self.training)
+        return found
 
     def cached_operands(
         self,
