@@ -125,6 +125,28 @@ def test_settings_are_those_of_the_capture():
         graphed.require_settings()
 
 
+@pytest.mark.parametrize(
+    ("change", "got"),
+    [
+        (lambda weights: weights.append(nn.Parameter(torch.ones(1))), "2"),
+        (lambda weights: weights.clear(), "0"),
+        (lambda weights: weights.insert(0, nn.Parameter(weights.pop().detach())), "others"),
+    ],
+    ids=["appended", "removed", "replaced"],
+)
+def test_parameters_are_those_of_the_capture(change, got):
+    job = Job()
+    graphed = GraphedOptimizers(job.optimizers, CPU)
+    job.step()
+    graphed.keep_settings()
+    job.groups[2]["params"] = [*job.groups[2]["params"]]
+    graphed.require_settings()
+    change(job.groups[2]["params"])
+    says = rf"expected the 1 parameters that param_groups\[2\] had at the capture, got {got}: "
+    with pytest.raises(ValueError, match=says):
+        graphed.require_settings()
+
+
 def test_a_state_that_is_loaded_is_refused():
     job = Job()
     graphed = GraphedOptimizers(job.optimizers, CPU)

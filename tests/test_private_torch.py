@@ -14,6 +14,15 @@ def test_lists_are_copied():
     assert [t.tolist() for t in to] == [[1, 1], [2, 2, 2]]
 
 
+def test_addresses_are_refused_until_a_tensor_is_freed():
+    t, other = torch.ones(2), torch.ones(2)
+    private.refuse_addresses(t, "no memory")
+    for read in (t.data_ptr, t.untyped_storage().data_ptr, lambda: torch.add(t, 1)):
+        with pytest.raises(RuntimeError, match=r"^no memory"):
+            read()
+    assert (other + 1).tolist() == [2, 2]
+
+
 def test_what_tracing_is():
     found = []
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-CHANGING = ("params", "lr")  # entries of param_groups that a graph follows
+NO_SETTINGS = ("params", "lr")  # entries of param_groups that are none; the rest may not change
 
 
 class GraphedOptimizers:
@@ -83,9 +84,10 @@ class GraphedOptimizers:
         """Keeps what a graph has captured, for require_settings."""
         self._states = [optimizer.state for optimizer in self._optimizers]
         self._settings = self._read_settings()
+        self._parameters = [[*group["params"]] for group in self._groups()]
 
     def require_settings(self) -> None:
-        """Raises ValueError where states or settings are not those of the capture."""
+        """Raises ValueError where states, settings or parameters are not those of the capture."""
         if any(o.state is not state for o, state in zip(self._optimizers, self._states)):
             raise ValueError(
                 "GraphedStep: expected the state that the optimizer had at the capture, got another"
@@ -100,12 +102,21 @@ class GraphedOptimizers:
                     "graph follows lr alone; set it back (schedulers: cycle_momentum=False), or "
                     "make a new GraphedStep"
                 )
+        for i, (group, kept) in enumerate(zip(self._groups(), self._parameters)):
+            given = group["params"]
+            if len(given) != len(kept) or not all(map(is_, given, kept)):
+                found = len(given) if len(given) != len(kept) else "others"
+                raise ValueError(
+                    f"GraphedStep: expected the {len(kept)} parameters that param_groups[{i}] had "
+                    f"at the capture, got {found}: a graph updates those alone; make a new "
+                    "GraphedStep"
+                )
 
     def _read_settings(self) -> dict[str, Any]:
         groups = self._groups()
         settings: dict[str, Any] = {"len(param_groups)": len(groups)}
         for i, group in enumerate(groups):
-            for name in group.keys() - CHANGING:
+            for name in group.keys() - NO_SETTINGS:
                 settings[f"param_groups[{i}][{name!r}]"] = group[name]
         return settings
 

@@ -5,8 +5,9 @@
     all later ones           arguments are copied into the graph's memory, and it is replayed
 
 A replay does on the device what the captured step did, and runs no Python. So what Python decides
-must stay as it was at the capture. Each call checks what it can see of that: arguments, settings of
-the optimizer, the mode of the model. A learning rate may change: graphed_optimizers.py.
+must stay as it was at the capture. Each call checks what it can see of that: arguments, the
+optimizer's settings and parameters (graphed_optimizers.py), modes of modules and parameters
+(graphed_modes.py). A learning rate may change.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 
 from .checks import require_int, require_module
 from .distributed.handshake import meet, raise_on_all
+from .graphed_modes import GraphedModes
 from .graphed_optimizers import GraphedOptimizers
 from .moe.layer import divided_experts
 from .nn.state.recipe_state import converted, histories_of
@@ -31,11 +33,13 @@ from .private_torch import TreeSpec, tree_flatten, tree_map, tree_unflatten
 class GraphedStep:
     """Runs a training step, from some call on as one CUDA graph. The host then makes one call.
 
-    Each call is the next eager step, to the bit, on one GPU and under FSDP2, eager or compiled
-    (without mode="reduce-overhead", which makes graphs of its own). On a CPU all calls run it.
+    Each call is the next eager step, on one GPU and under FSDP2, eager or compiled (without
+    mode="reduce-overhead", which makes graphs of its own). On a CPU all calls run it.
 
     A scheduler runs between calls, not in the step: each call reads the learning rates that are
-    then in `param_groups`, and rounds them to float32.
+    then in `param_groups`, and rounds them to float32. On CUDA weights have the bits of eager
+    steps where float32 holds all rates exactly, as it does 2**-10. It does not hold 1e-3: an eager
+    optimizer reads that in float64, a graph in float32, so their weights may differ.
 
     Args:
         step: the whole step: forward and backward of all micro-batches, optimizer.step(),
@@ -60,7 +64,8 @@ class GraphedStep:
             have no capacity. All ranks that torch.distributed has raise it: each makes a
             GraphedStep. By a call: arguments differ from the first call's; the step returned a
             number, kept gradients, or ran a scheduler; mf.step was never called under delayed
-            scaling; the optimizer or the model's mode changed after the capture.
+            scaling; after the capture there was a change of the optimizer's settings, state or
+            list of parameters, of `training` of a module, or of `requires_grad` of a parameter.
         RuntimeError: the step waits for the device, or does something else that CUDA cannot
             capture. All ranks raise it, as ValueError where there are others. Training cannot go
             on from there: the capture ran nothing of the step.
@@ -130,11 +135,7 @@ class GraphedStep:
                 graph = self._capture(*received)
             self._graph = graph  # where no rank has failed
         else:
-            if self._model.training != self._mode:
-                raise ValueError(
-                    f"GraphedStep: expected the model with training={self._mode}, as it was "
-                    f"captured, got {self._model.training}"
-                )
+            self._modes.require()
             self._optimizers.require_settings()
             self._received(args, kwargs)
             self._optimizers.write_rates()
@@ -242,10 +243,10 @@ class GraphedStep:
                 "GraphedStep: expected a step that CUDA can capture, got "
                 f"{f'{cause}'.splitlines()[0]!r}; nothing in it may wait for the device, as "
                 ".item(), .cpu(), print of a tensor, an optimizer that computes with lr in Python, "
-                "and a GradScaler around one that is not fused do: move that behind the call, and "
+                "and a GradScaler around one that is not fused do: move that after the call, and "
                 "start again"
             ) from cause
-        self._mode = self._model.training
+        self._modes = GraphedModes(self._model)
         self._optimizers.keep_settings()
         return graph
 
@@ -255,7 +256,7 @@ class GraphedStep:
             if history[..., 1].any():
                 raise ValueError(
                     f"GraphedStep: expected mf.step(model) once a step, got none before {fqn} is "
-                    "captured, which is under delayed scaling; call it behind optimizer.step()"
+                    "captured, which is under delayed scaling; call it after optimizer.step()"
                 )
 
 

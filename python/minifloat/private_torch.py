@@ -83,6 +83,11 @@ def is_wrapper(t: Tensor) -> bool:
     return bool(torch._C._dispatch_keys(t).has(DispatchKey.Python))
 
 
+def refuse_addresses(t: Tensor, message: str) -> None:
+    """Has C++ that asks for the address of a tensor's memory raise a RuntimeError of this text."""
+    torch._C._set_storage_data_ptr_access_error_msg(t.untyped_storage()._cdata, message)
+
+
 def has_fast_bf16() -> bool:
     """Tells whether this CPU multiplies bf16 fast (x86-64 with AVX-512)."""
     mkldnn = torch.backends.mkldnn.is_available()

@@ -170,3 +170,25 @@ def test_updates_of_codes_are_those_of_their_values_rounded(recipe, name):
     want = mf.QuantizedTensor.from_tensor(value.detach(), *weight.specs).dequantize()
     assert torch.equal(weight.detach().dequantize(), want)
     assert not torch.equal(want, before)
+
+
+class WritesToAddresses(torch.optim.Optimizer):
+    """Hands parameters to C++ as Transformer Engine's FusedAdam does: by weight.data."""
+
+    def __init__(self, parameters, launched):
+        super().__init__(parameters, {})
+        self.launched = launched
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            self.launched.append(torch.Tensor.data_ptr(parameter.data))
+
+
+def test_an_optimizer_that_reads_addresses_gets_an_error():
+    launched = []
+    model = built("fp8_rowwise", primary=True)
+    with pytest.raises(RuntimeError, match=r"give an optimizer .* masters .*or torchao"):
+        WritesToAddresses([model[2].weight], launched).step()
+    assert not launched
+    WritesToAddresses(built("fp8_rowwise").parameters(), launched).step()
+    assert len(launched) == 3

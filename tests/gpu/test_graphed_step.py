@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +118,20 @@ def test_what_changes_after_the_capture_is_refused(cuda):
     with pytest.raises(ValueError, match="training=True"):
         step(x, y)
     job.model.train()
+    name, inner = [*job.model.named_modules()][-1]
+    inner.eval()
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} with training=True"):
+        step(x, y)
+    inner.train()
+    weight = next(job.model.parameters()).requires_grad_(False)
+    with pytest.raises(ValueError, match="with requires_grad=True"):
+        step(x, y)
+    weight.requires_grad_()
     group = job.optimizer.param_groups[0]
+    group["params"].append(nn.Parameter(torch.ones(1, device=cuda)))
+    with pytest.raises(ValueError, match=r"parameters that param_groups\[0\] had at the capture"):
+        step(x, y)
+    group["params"].pop()
     group["betas"], betas = (0.8, 0.9), group["betas"]
     with pytest.raises(ValueError, match=r"expected param_groups\[0\]\['betas'\]"):
         step(x, y)

@@ -244,7 +244,7 @@ def test_what_is_no_candidate():
         assert report.fused == report.not_fused == []
     report = converted(Normed())[1]
     assert report.fused == []
-    assert "more than the feed-forward of w1, w3 and w2" in report.not_fused[0][1]
+    assert "more than the feed-forward of w1, w2 and w3" in report.not_fused[0][1]
 
 
 def test_sequential_and_fake_tensors(calls):

@@ -1,5 +1,6 @@
 """Codes in shared memory and in other processes, and torch's methods that read or copy memory."""
 
+import copy
 import io
 import multiprocessing
 import subprocess
@@ -130,6 +131,18 @@ def test_values_have_no_memory(read, message):
     with pytest.raises(TypeError, match=f"QuantizedTensor: .*{message}.*; call"):
         read(weight)
     assert torch.equal(weight.view(weight.dtype).dequantize(), weight.dequantize())
+
+
+def test_cpp_gets_no_address_of_values():
+    """torch.Tensor.data_ptr calls what C++ calls. Python gets 0, which torch's DCP asks for."""
+    weight = build("mxfp8")[0].weight
+    moved = build("mxfp8")[0].weight
+    moved.data = torch.ones(moved.shape)
+    alone = weight.detach()
+    for w in (weight, weight.data, moved, nn.Parameter(alone), copy.deepcopy(weight), alone.cpu()):
+        with pytest.raises(RuntimeError, match=r"^QuantizedTensor: data_ptr\(\) in C\+\+: .*;"):
+            torch.Tensor.data_ptr(w)
+        assert w.data_ptr() == 0
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ class SpecProvider(BackendSpecProvider):  # type: ignore[misc]
     """Megatron-Core's BackendSpecProvider with modules that mf.quantize_ converts.
 
     Parameters have the names that those of Transformer Engine have: a norm is part of the linear
-    layer behind it. The modules compute in high precision until mf.quantize_ converts them.
+    layer after it. The modules compute in high precision until mf.quantize_ converts them.
     """
 
     def column_parallel_linear(self) -> type:

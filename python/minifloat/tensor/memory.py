@@ -2,7 +2,7 @@
 
 torch's methods that are no ops read the memory of a tensor's values. Those of this class do to the
 inner tensors what they are to do, or raise a TypeError; torch's own end the process or read address
-0.
+0. Code in C++ that asks for the address, as other libraries' kernels do, gets a RuntimeError.
 """
 
 from __future__ import annotations
@@ -18,6 +18,13 @@ if TYPE_CHECKING:
 
     from .quantized import Quantized
 
+NO_ADDRESS = (
+    "QuantizedTensor: data_ptr() in C++: expected memory of values, got a weight of codes, which "
+    "has none; call dequantize() for the values; give an optimizer that reads addresses, as "
+    "Transformer Engine's FusedAdam does, masters (mf.distributed.quantize_master_weights), or "
+    "take one of torch.optim or torchao"
+)
+
 
 class MemoryOfCodes:
     """A part of the class QuantizedTensor: torch's methods that read or move memory."""
@@ -27,6 +34,10 @@ class MemoryOfCodes:
     def inner_tensors(self) -> list[Tensor]:
         """Lists codes, scale and amax of each direction; some are empty."""
         return [getattr(part, name) for part in self.directions for name in TENSORS]
+
+    def data_ptr(self) -> int:
+        """Returns 0, by which torch's DCP and deepcopy tell a wrapper. C++ gets NO_ADDRESS."""
+        return 0
 
     def share_memory_(self) -> Self:
         """Moves codes, scales and amaxes to shared memory, which other processes then write to."""

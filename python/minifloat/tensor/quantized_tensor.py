@@ -29,11 +29,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..private_torch import OpOverload
+from ..private_torch import OpOverload, refuse_addresses
 from ..recipe import FORWARD_W, Recipe
 from ..spec import Spec
 from .directions import TENSORS, require_direction, require_nearest, transposed, weight_shape
-from .memory import MemoryOfCodes
+from .memory import NO_ADDRESS, MemoryOfCodes
 from .quantized import Operand, Operands, Quantized, quantize_both, require_tensor
 
 NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
@@ -122,6 +122,7 @@ class QuantizedTensor(MemoryOfCodes, Tensor):
 
     def _hold(self, rowwise: Quantized | None, columnwise: Quantized | None) -> None:
         self.rowwise, self.columnwise = rowwise, columnwise
+        refuse_addresses(self, NO_ADDRESS)
 
     @classmethod
     def from_tensor(

@@ -105,23 +105,24 @@ def layers_of(parent: nn.Module) -> dict[str, Linear] | None:
 
 
 def layers_within(parent: nn.Module) -> list[str]:
-    """Returns the layers of a feed-forward that a larger forward seems to compute, down last.
+    """Returns the layers of a feed-forward that a larger forward seems to compute, as registered.
 
     Such layers are children of one module, as its activation is or is called in its forward, and
-    their shapes fit. No layers: there is no sign of a feed-forward.
+    their shapes fit. No layers: there is no sign of a feed-forward, or the module has a forward of
+    its own in place of its class's.
     """
-    layers = linear_children(parent)
     names = getattr(getattr(type(parent).forward, "__code__", None), "co_names", ())
-    if not ACTIVATIONS.intersection(names) and not any(
-        isinstance(child, (nn.SiLU, nn.GELU)) for child in parent.children()
+    if "forward" in parent.__dict__ or not (
+        ACTIVATIONS.intersection(names)
+        or any(isinstance(child, (nn.SiLU, nn.GELU)) for child in parent.children())
     ):
         return []
+    shapes = {n: (m.in_features, m.out_features) for n, m in linear_children(parent).items()}
     found: list[str] = []
-    for name, down in layers.items():
-        shape = down.out_features, down.in_features
-        ups = [n for n, up in layers.items() if (up.in_features, up.out_features) == shape]
-        if ups and down.in_features != down.out_features and len(ups) + 1 >= len(found):
-            found = [*ups, name]  # the last one where two layers have each other's shapes
+    for down, (hidden, width) in shapes.items():
+        layers = [n for n, shape in shapes.items() if n == down or shape == (width, hidden)]
+        if hidden != width and len(layers) > max(len(found), 1):
+            found = layers
     return found
 
 
