@@ -87,7 +87,8 @@ class Meter:
         if self.device.type == "cuda":
             # x, its gradient, y, its gradient and as much again for codes; W, its gradient, codes
             each = 2 * 4 * part.rows * (part.k + sum(part.ns))
-            left = SHARE * torch.cuda.mem_get_info()[0] - 2 * 3 * part.weights
+            torch.cuda.empty_cache()  # what torch has cached is free, too
+            left = SHARE * torch.cuda.mem_get_info(self.device)[0] - 2 * 3 * part.weights
             while most > 256 and most * each > left:
                 most //= 2
         return most
