@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from .._native import ops
-from ..engine_choice import CPU, engines
+from ..engine_choice import engines
 from ..recipe import presets
 from .meter import Meter
 from .model_sizes import ModelSizes, read_sizes
 from .predict import Job, Row, predict, table
+from .products import find_device
 
 TOKENS, SEQUENCE = 16384, 4096
 ROUNDED = 3  # digits of the ms in JSON
@@ -55,12 +55,11 @@ def predict_model(
         raise ValueError("--link: expected --gpus of 2 or more, got 1, which gathers nothing")
     rate = Job.link if link is None else link
     job = Job(read_sizes(model), tokens, seq, gpus, rate, is_compiled)
-    on_gpu = torch.cuda.is_available() and ops.has_cuda()
-    capability = torch.cuda.get_device_capability() if on_gpu else CPU
+    device, capability = find_device()
     begin = time.perf_counter()
-    rows = predict(job, Meter(torch.device("cuda" if on_gpu else "cpu")).measure(job, recipes))
+    rows = predict(job, Meter(torch.device(device)).measure(job, recipes))
     return {
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "job": asdict(job),
         "link_is": "assumed" if link is None else "given",
         "seconds": round(time.perf_counter() - begin, 1),
