@@ -2,16 +2,19 @@
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from minifloat._native import ops
 
-# Of doctor --model.
+# Of doctor --model: the default of --recipes, and the options that need it.
 RECIPES = ("fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2", "mxfp8", "nvfp4")
+OF_MODEL = ("tokens", "seq", "gpus", "link", "compile", "recipes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,21 +77,21 @@ def add_doctor(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "one, or of hidden=4096,intermediate=14336,layers=32,heads=32,kv_heads=8,vocab=128256"
     )
     either.add_argument("--model", metavar="CONFIG", help=text)
-    text = "print the description or the prediction as JSON"
+    text = "print the description or the prediction as JSON; not the checks of --gpu"
     parser.add_argument("--json", action="store_true", help=text)
     of_model = parser.add_argument_group("with --model")
     text = "tokens of a step on each GPU (default: 16384)"
-    of_model.add_argument("--tokens", type=positive, default=16384, metavar="N", help=text)
+    of_model.add_argument("--tokens", type=positive, metavar="N", help=text)
     text = "tokens of a sequence (default: 4096, or --tokens where that is less)"
     of_model.add_argument("--seq", type=positive, metavar="N", help=text)
     text = "GPUs that FSDP2 shards the model over (default: 1)"
-    of_model.add_argument("--gpus", type=positive, default=1, metavar="N", help=text)
-    text = "GB/s at which each GPU gathers (default: 200 is assumed)"
-    of_model.add_argument("--link", type=positive, metavar="RATE", help=text)
+    of_model.add_argument("--gpus", type=positive, metavar="N", help=text)
+    text = "GB/s at which each of several GPUs gathers (default: 200 is assumed)"
+    of_model.add_argument("--link", type=positive_number, metavar="RATE", help=text)
     text = "blocks are compiled; the measurement compiles small ones"
-    of_model.add_argument("--compile", action="store_true", help=text)
+    of_model.add_argument("--compile", action="store_true", default=None, help=text)
     text = f"presets (default: {' '.join(RECIPES)})"
-    of_model.add_argument("--recipes", nargs="+", default=RECIPES, metavar="RECIPE", help=text)
+    of_model.add_argument("--recipes", nargs="+", metavar="RECIPE", help=text)
 
 
 def positive(text: str) -> int:
@@ -98,31 +101,47 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def run_prediction(arguments: argparse.Namespace) -> int:
+def positive_number(text: str) -> float:
+    """Reads a positive number of an option."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text!r}")
+    return number
+
+
+def fail_doctor(error: str, code: int = 1) -> int:
+    """Prints an error, and returns the exit code."""
+    print(f"minifloat doctor: error: {error}", file=sys.stderr)
+    return code
+
+
+def run_prediction(model: str, given: dict[str, Any], as_json: bool) -> int:
     """Runs `doctor --model`; returns the exit code, 1 where the model cannot be read."""
     from minifloat.doctor import pays
 
+    recipes, is_compiled = given.pop("recipes", RECIPES), given.pop("compile", False)
     try:
-        about = pays.predict_model(
-            arguments.model,
-            arguments.recipes,
-            tokens=arguments.tokens,
-            seq=arguments.seq,
-            gpus=arguments.gpus,
-            link=arguments.link,
-            is_compiled=arguments.compile,
-        )
+        about = pays.predict_model(model, recipes, is_compiled=is_compiled, **given)
     except (OSError, ValueError) as error:
-        print(f"minifloat doctor: error: {error}", file=sys.stderr)
-        return 1
-    print(json.dumps(about, indent=1) if arguments.json else "\n".join(pays.as_text(about)))
+        return fail_doctor(str(error))
+    print(json.dumps(about, indent=1) if as_json else "\n".join(pays.as_text(about)))
     return 0
 
 
 def run_doctor(arguments: argparse.Namespace) -> int:
     """Runs the subcommand; returns the exit code, 1 where a check fails."""
+    options = {name: getattr(arguments, name) for name in OF_MODEL}
+    given = {name: value for name, value in options.items() if value is not None}
     if arguments.model is not None:
-        return run_prediction(arguments)
+        return run_prediction(arguments.model, given, arguments.json)
+    if given:
+        unread = ", ".join(f"--{name}" for name in given)
+        return fail_doctor(f"{unread}: expected --model CONFIG beside, got none", 2)
+    if arguments.gpu and arguments.json:
+        return fail_doctor("--gpu: expected no --json beside, as the checks print text alone", 2)
     from minifloat.doctor import gpu_checks, report
 
     if not arguments.gpu:
@@ -135,8 +154,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     elif not ops.has_cuda():
         missing = "expected a build with the CUDA backend, got one for the CPU alone"
     if missing:
-        print(f"minifloat doctor: error: --gpu: {missing}", file=sys.stderr)
-        return 1
+        return fail_doctor(f"--gpu: {missing}")
     failed = 0
     for index in range(torch.cuda.device_count()):
         print(f"GPU {index}, {torch.cuda.get_device_name(index)}", flush=True)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from .._native import ops
 from ..functional import scaled_grouped_mm
 from ..nn.convert.quantize import quantize_
-from ..nn.linear import Linear
 from ..nn.state.model_state import step
 from ..private_torch import sleep_cycles
 from ..recipe import Recipe
@@ -87,7 +86,8 @@ class Meter:
         if self.device.type == "cuda":
             # x, its gradient, y, its gradient and as much again for codes; W, its gradient, codes
             each = 2 * 4 * part.rows * (part.k + sum(part.ns))
-            left = SHARE * torch.cuda.mem_get_info()[0] - 2 * 3 * part.weights
+            torch.cuda.empty_cache()  # what torch has cached is free, too
+            left = SHARE * torch.cuda.mem_get_info(self.device)[0] - 2 * 3 * part.weights
             while most > 256 and most * each > left:
                 most //= 2
         return most
@@ -219,24 +219,19 @@ def layer_call(part: Part, recipe: str, tokens: int, device: torch.device) -> Ca
     gradients = [torch.randn(tokens, n, **made) for n in part.ns]
     if recipe != BF16:
         quantize_(net, recipe, keep="nothing")
+        layers: Iterable[Any] = net.layers
+        for layer in layers:
+            layer.weight_codes = None  # which later micro-batches of a step would read
 
     def call() -> None:
         torch.autograd.backward(net(x), gradients)
         net.zero_grad()
         x.grad = None
-        forget_codes(net)
 
     for _ in range(2 if recipe != BF16 else 0):  # delayed scaling has its first scales after two
         call()
         step(net)
     return call
-
-
-def forget_codes(net: nn.Module) -> None:
-    """Makes the next forward cast each weight, as the first micro-batch of a step does."""
-    for layer in net.modules():
-        if isinstance(layer, Linear):
-            layer.weight_codes = None
 
 
 def expert_call(part: Part, recipe: str, tokens: int, device: torch.device) -> Callable[[], object]:

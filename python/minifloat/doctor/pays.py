@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from .._native import ops
-from ..engine_choice import CPU, engines
+from ..engine_choice import engines
 from ..recipe import presets
 from .meter import Meter
-from .model_sizes import read_sizes
+from .model_sizes import ModelSizes, read_sizes
 from .predict import Job, Row, predict, table
+from .products import find_device
 
-SEQUENCE = 4096
+TOKENS, SEQUENCE = 16384, 4096
 ROUNDED = 3  # digits of the ms in JSON
 
 
@@ -24,7 +24,7 @@ def predict_model(
     model: str,
     recipes: Sequence[str],
     *,
-    tokens: int,
+    tokens: int = TOKENS,
     seq: int | None = None,
     gpus: int = 1,
     link: float | None = None,
@@ -36,7 +36,7 @@ def predict_model(
         model: a config.json, a folder with one, or sizes as text.
         recipes: presets.
         tokens, seq, gpus, link, is_compiled: as of Job; seq None: 4096, or `tokens` where that is
-            less; link None: 200, which the text calls assumed.
+            less; link None: 200, which the text calls assumed; else it is for several GPUs.
 
     Returns:
         A JSON object; `as_text` prints it.
@@ -48,24 +48,31 @@ def predict_model(
     for name in recipes:
         if name not in presets():
             raise ValueError(f"--recipes: expected presets ({', '.join(presets())}), got {name!r}")
-    seq = min(seq or SEQUENCE, tokens)
+    seq = min(SEQUENCE, tokens) if seq is None else seq
     if tokens % seq:
         raise ValueError(f"--tokens: expected whole sequences of {seq}, got {tokens}")
-    job = Job(read_sizes(model), tokens, seq, gpus, float(link or Job.link), is_compiled)
-    on_gpu = torch.cuda.is_available() and ops.has_cuda()
-    capability = torch.cuda.get_device_capability() if on_gpu else CPU
+    if link is not None and gpus == 1:
+        raise ValueError("--link: expected --gpus of 2 or more, got 1, which gathers nothing")
+    rate = Job.link if link is None else link
+    job = Job(read_sizes(model), tokens, seq, gpus, rate, is_compiled)
+    device, capability = find_device()
     begin = time.perf_counter()
-    rows = predict(job, Meter(torch.device("cuda" if on_gpu else "cpu")).measure(job, recipes))
+    rows = predict(job, Meter(torch.device(device)).measure(job, recipes))
     return {
-        "device": torch.cuda.get_device_name() if on_gpu else "CPU",
+        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU",
         "job": asdict(job),
-        "link_is": "given" if link else "assumed",
+        "link_is": "assumed" if link is None else "given",
         "seconds": round(time.perf_counter() - begin, 1),
         "rows": [rounded(row) for row in rows],
-        "emulated": {
-            name: [e.product for e in engines(name, capability) if not e.native] for name in recipes
-        },
+        "emulated": {name: emulated(job.model, name, capability) for name in recipes},
     }
+
+
+def emulated(model: ModelSizes, recipe: str, capability: tuple[int, int]) -> list[str]:
+    """Returns the products whose GEMMs do not read codes, in linear layers or in experts."""
+    kinds = {part.experts > 0 for part in model.parts() if part.is_converted}
+    found = [engines(recipe, capability, experts=experts) for experts in kinds]
+    return [e[0].product for e in zip(*found) if not all(one.native for one in e)]
 
 
 def rounded(row: Row) -> dict[str, Any]:
@@ -78,9 +85,11 @@ def as_text(about: dict[str, Any]) -> Iterator[str]:
     job = about["job"]
     text = f"{about['device']}: predicted step of {job['tokens']} tokens a GPU, sequences of "
     text += f"{job['seq']}, {'compiled' if job['is_compiled'] else 'eager'} blocks"
+    if section := job["model"]["section"]:
+        text += f", of {section} alone"
     if job["gpus"] > 1:
         text += f", FSDP2 over {job['gpus']} GPUs at {job['link']:g} GB/s ({about['link_is']}, not "
         text += "measured)"
     yield f"{text}; measured in {about['seconds']} s"
-    emulated = {name: ", ".join(products) for name, products in about["emulated"].items()}
-    yield from table([Row(**row) for row in about["rows"]], emulated)
+    products = {name: ", ".join(found) for name, found in about["emulated"].items()}
+    yield from table([Row(**row) for row in about["rows"]], products)

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ..distributed.fsdp.gather import plan_experts, plan_gather
 from ..recipe import Recipe
-from ..spec import Spec
 from .model_sizes import ModelSizes, Part
 
 BF16 = "bf16"
@@ -167,24 +167,18 @@ def moved_bytes(job: Job) -> float:
 
 
 def linked_bytes(job: Job, recipe: str) -> float:
-    """Counts what a GPU receives in a step under FSDP2: codes of W twice, bf16 gradients once."""
+    """Counts what a GPU receives in a step under FSDP2: W twice, and bf16 gradients once."""
     total = 3.0 * BYTES * job.model.other_weights
     for part in job.model.parts():
-        how = Recipe(recipe if part.is_converted else BF16)
-        specs = (how.fprop.b, how.dgrad.b)
-        total += part.count * part.weights * (BYTES + sum(map(bytes_each, specs)))
+        gathered = gathered_bytes(recipe if part.is_converted else BF16, part.experts > 0)
+        total += part.count * part.weights * (BYTES + gathered)
     return total * (job.gpus - 1) / job.gpus
 
 
-def bytes_each(spec: str) -> float:
-    """Returns the bytes that an element of a large matrix takes in a spec, scales included."""
-    parsed = Spec.parse(spec)
-    if parsed.is_bf16:
-        return BYTES
-    side = 1024
-    code_cols, _, scale_rows, scale_cols = parsed.sizes(side, side)
-    codes = side * code_cols + parsed.scale_dtype.itemsize * scale_rows * max(scale_cols, 1)
-    return codes / side**2
+def gathered_bytes(recipe: str, experts: bool) -> float:
+    """Returns the bytes an element of W that FSDP2 gathers before forward and before backward."""
+    plan, _ = (plan_experts if experts else plan_gather)(Recipe(recipe))
+    return 2 * BYTES if plan is None else plan.bits_of_step / 8
 
 
 def table(rows: list[Row], emulated: Mapping[str, str]) -> list[str]:

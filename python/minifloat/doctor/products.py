@@ -1,10 +1,19 @@
-"""The dtype that a device multiplies fast in, and the time of a GPU's work."""
+"""The device that is measured, the dtype that it multiplies fast in, the time of a GPU's work."""
 
 from collections.abc import Callable
 
 import torch
 
+from .._native import ops
+from ..engine_choice import CPU
 from ..private_torch import has_fast_bf16, sleep_cycles
+
+
+def find_device() -> tuple[str, tuple[int, int]]:
+    """Returns "cuda" where torch and this build have it, else "cpu"; and the capability."""
+    if torch.cuda.is_available() and ops.has_cuda():
+        return "cuda", torch.cuda.get_device_capability()
+    return "cpu", CPU
 
 
 def product_dtype(device: str) -> torch.dtype:

@@ -21,12 +21,12 @@ from torch import nn
 
 from .._native import ops, torches
 from .._version import __version__
-from ..engine_choice import CPU, engines
+from ..engine_choice import engines
 from ..nn.convert.quantize import quantize_
 from ..nn.state.model_state import step
 from ..recipe import presets
 from ..tensor.quantized import Quantized, quantize
-from .products import cuda_seconds, describe_product_dtype
+from .products import cuda_seconds, describe_product_dtype, find_device
 
 INSTRUCTIONS = ("avx2", "avx512_f", "avx512_bw", "avx512_bf16", "amx_bf16", "neon", "bf16", "sve")
 LAYERS = {"cuda": (16384, 4096, 4096), "cpu": (512, 1024, 1024)}  # tokens, K, N of the timed layer
@@ -38,8 +38,7 @@ REBUILD = "in a clone of minifloat with nvcc on the path, run `pip install .`"
 def report() -> dict[str, Any]:
     """Describes this machine."""
     gpus = found(list_gpus)
-    device = "cuda" if torch.cuda.is_available() and ops.has_cuda() else "cpu"
-    capability = torch.cuda.get_device_capability() if device == "cuda" else CPU
+    device, capability = find_device()
     return {
         "versions": {
             "minifloat": __version__,

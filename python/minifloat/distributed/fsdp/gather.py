@@ -72,6 +72,12 @@ class GatherPlan:
         """Tells whether both directions together have fewer bits than bf16."""
         return Spec.parse(self.row).bits + Spec.parse(self.col).bits < BF16_BITS
 
+    @property
+    def bits_of_step(self) -> float:
+        """The bits an element of the gathers before forward and before backward together."""
+        row, col = Spec.parse(self.row).bits, Spec.parse(self.col).bits
+        return {"one": 2 * row, "split": row + col, "both": 2 * (row + col)}[self.mode]
+
     def __str__(self) -> str:
         row, col = Spec.parse(self.row), Spec.parse(self.col)
         if self.mode == "one":

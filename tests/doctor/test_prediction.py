@@ -1,8 +1,11 @@
-"""`minifloat doctor --model`: the sizes of models, rows of given measurements, what it prints."""
+"""`minifloat doctor --model`: rows of given measurements, what is measured, what it prints."""
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,142 +18,18 @@ from minifloat.doctor.predict import (
     Job,
     Measured,
     PartTime,
+    Row,
     explain,
     linked_bytes,
     moved_bytes,
     predict,
     table,
 )
+from minifloat.engine_choice import Engine
 from minifloat.nn.linear import Linear
 
 CPU = torch.device("cpu")
 TINY = "hidden=128,intermediate=256,layers=2,heads=2,kv_heads=1,vocab=512"
-LLAMA = {
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-}
-EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
-QWEN = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
-
-
-@pytest.fixture
-def read(tmp_path):
-    """Reads the sizes of a config in a file."""
-
-    def read(config):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        return read_sizes(str(tmp_path))
-
-    return read
-
-
-# ---- Sizes ---------------------------------------------------------------------------------------
-def test_a_llama(read, tmp_path):
-    sizes = read(LLAMA)
-    assert sizes == ModelSizes(4096, 14336, 32, 32, 8, 128, 128256)
-    assert sizes == read_sizes(str(tmp_path / "config.json"))
-    assert sizes == read({"model_type": "a model with images", "text_config": LLAMA})
-    short = "hidden=4096, intermediate=14336,layers=32,heads=32,kv_heads=8,vocab=128256"
-    assert sizes == read_sizes(short)
-    assert sizes == read_sizes(",".join(f"{name}={size}" for name, size in LLAMA.items()))
-    weights = sum(part.count * part.weights for part in sizes.parts()) + sizes.other_weights
-    assert weights == 8030261248 - 65 * 4096  # Llama3-8B's parameters without its norms
-    assert [(p.name, p.count, p.is_converted) for p in sizes.parts()] == [
-        ("q, k, v", 32, True),
-        ("o", 32, True),
-        ("gate, up", 32, True),
-        ("down", 32, True),
-        ("head", 1, False),
-    ]
-
-
-def test_heads_without_a_number_of_their_own(read):
-    config = {name: size for name, size in LLAMA.items() if name != "num_key_value_heads"}
-    assert read({**config, "head_dim": None}) == ModelSizes(4096, 14336, 32, 32, 32, 128, 128256)
-    assert read({**LLAMA, "head_dim": 64}).parts()[:2] == [
-        Part("q, k, v", 4096, (2048, 512, 512), 32),
-        Part("o", 2048, (4096,), 32),
-    ]
-
-
-def test_a_mixtral(read):
-    sizes = read({**LLAMA, **EXPERTS})
-    assert sizes.parts()[2:4] == [
-        Part("experts' gate, up", 4096, (28672,), 32, experts=8, rows=2),
-        Part("experts' down", 14336, (4096,), 32, experts=8, rows=2),
-    ]
-    assert sizes.gated_widths() == 32 * 2 * 14336
-
-
-@pytest.mark.parametrize(
-    ("extra", "dense"),
-    [
-        ({"decoder_sparse_step": 1, "mlp_only_layers": []}, 0),
-        ({"decoder_sparse_step": 2, "mlp_only_layers": None}, 16),  # 0, 2, …
-        ({"mlp_only_layers": [0, 31]}, 2),
-        ({"first_k_dense_replace": 3}, 3),
-    ],
-)
-def test_a_qwen3_moe(read, extra, dense):
-    sizes = read({**LLAMA, **QWEN, "shared_expert_intermediate_size": 512, **extra})
-    counts = {part.name: part.count for part in sizes.parts()}
-    assert counts["experts' down"] == counts["shared down"] == 32 - dense
-    assert counts.get("down", 0) == dense
-    widths = dense * 14336 + (32 - dense) * (8 * 768 + 512)
-    assert sizes.gated_widths() == widths
-    down = next(part for part in sizes.parts() if part.name == "experts' down")
-    assert (down.k, down.ns, down.experts, down.rows) == (768, (4096,), 128, 8)
-    assert down.weights == 128 * 768 * 4096
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"hidden_size": "4096"}, "expected hidden_size as a positive integer, got '4096'"),
-        ({"num_hidden_layers": 0}, "expected num_hidden_layers as a positive integer, got 0"),
-        ({"vocab_size": True}, "expected vocab_size as a positive integer, got True"),
-        ({"vocab_size": None}, "expected vocab_size, got hidden_size, "),
-        ({"num_key_value_heads": 5}, "heads as a multiple of kv_heads, got 32 and 5"),
-        ({"num_key_value_heads": 0}, "heads as a multiple of kv_heads, got 32 and 0"),
-        ({"hidden_size": 16}, "no more heads than the hidden size, got hidden 16 and heads 32"),
-        ({"kv_lora_rank": 512}, "projections q, k, v and o, got kv_lora_rank"),
-        ({"num_local_experts": 8}, r"expected num_experts_per_tok in 1\.\.8, got 0"),
-        ({**EXPERTS, "num_experts_per_tok": 9}, r"expected num_experts_per_tok in 1\.\.8, got 9"),
-        ({**EXPERTS, "mlp_only_layers": 3}, "expected decoder_sparse_step, mlp_only_layers and"),
-    ],
-)
-def test_a_wrong_config(read, change, text):
-    with pytest.raises(ValueError, match=f"config.json: .*{text}"):
-        read({**LLAMA, **change})
-
-
-@pytest.mark.parametrize(
-    ("model", "text"),
-    [
-        ("no_such_folder", "expected a config.json, a folder with one, or sizes as hidden=N, .*"),
-        ("hidden=4096,width=2", "expected sizes as hidden=N, .*; got 'width=2'"),
-        ("hidden=-1", "expected sizes as .*; got 'hidden=-1'"),
-        ("hidden=²", "expected sizes as .*; got 'hidden=²'"),
-        ("hidden=4096,layers=2", "expected intermediate_size, num_attention_heads, vocab_size, "),
-    ],
-)
-def test_a_wrong_model(model, text):
-    with pytest.raises(ValueError, match=f"--model: {text}"):
-        read_sizes(model)
-
-
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [("{", "expected JSON, got Expecting"), ("[1]", "expected a JSON object, got list")],
-)
-def test_a_file_that_is_no_config(tmp_path, content, text):
-    (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=f"config.json: {text}"):
-        read_sizes(str(tmp_path))
 
 
 # ---- Rows of given measurements ------------------------------------------------------------------
@@ -206,12 +85,21 @@ def test_bytes():
     states = 7 * 2 * (3 * WEIGHTS + 2 * 8 * 32)
     assert moved_bytes(Job(SIZES, 8, 4, gpus=4)) == MOVED - states * 3 / 4
     assert moved_bytes(Job(SIZES, 8, 4, is_compiled=True)) < MOVED
-    # Half comes from the other GPU: W twice and its gradient; in FP8 a byte a code, and scales.
+    # Half comes from the other GPU: W twice and its gradient; in FP8 a byte a code.
     whole = 3 * 2 * (3 * WEIGHTS + 2 * 8 * 32)
     assert linked_bytes(Job(SIZES, 8, 4, gpus=2), "bf16") == whole / 2
-    codes = 3 * 2 * 2 * 8 * 32 + 3 * WEIGHTS * (2 + 2 * (1 + 4 / 1024))
-    assert linked_bytes(Job(SIZES, 8, 4, gpus=2), "fp8_rowwise") == pytest.approx(codes / 2)
+    codes = 3 * 2 * 2 * 8 * 32 + 3 * WEIGHTS * (2 + 2 * 1)
+    assert linked_bytes(Job(SIZES, 8, 4, gpus=2), "fp8_rowwise") == codes / 2
+    assert linked_bytes(Job(SIZES, 8, 4, gpus=2), "nvfp4_served") == whole / 2
     assert linked_bytes(Job(SIZES, 8, 4), "mxfp4") == 0.0
+
+
+def test_a_tied_head_is_gathered_and_updated_once():
+    tied, once = replace(SIZES, tied=1), 8 * 32
+    assert linked_bytes(Job(tied, 8, 4, gpus=2), "mxfp8") == (
+        linked_bytes(Job(SIZES, 8, 4, gpus=2), "mxfp8") - 3 * 2 * once / 2
+    )
+    assert moved_bytes(Job(tied, 8, 4)) == MOVED - 7 * 2 * once
 
 
 def test_the_table():
@@ -227,6 +115,28 @@ def test_the_table():
         "  bf16                 GEMMs, 96% of the device's time",
         "  fp8_rowwise          GEMMs, 83% of the device's time; emulated here: wgrad",
     ]
+
+
+def test_the_page_shows_this_format():
+    """Makes rows of the page's numbers, and prints them again. The page has … for what it omits."""
+    page = (Path(__file__).parents[2] / "docs" / "choose.md").read_text(encoding="utf-8")
+    block = re.search("```text\n(NVIDIA H200: predicted .*?)```", page, re.DOTALL)[1]
+    first, names, *lines = [line for line in block.splitlines() if line.strip() != "…"]
+    limits = lines[lines.index("what limits:") + 1 :]
+    rows, emulated = [], {}
+    for line, limit in zip(lines, limits):
+        recipe, *numbers = line.split()
+        ms, speed, *times = map(float, numbers)
+        name, reason = limit.split(maxsplit=1)
+        assert name == recipe
+        rows.append(Row(recipe, ms, speed, *times, limit=reason.partition(",")[0]))
+        emulated[recipe] = reason.partition("emulated here: ")[2]
+        assert ms == pytest.approx(max(rows[-1].device, *times[4:]), abs=0.3)  # of rounded parts
+    assert table(rows, emulated) == [names, *lines]
+    job = asdict(Job(SIZES, tokens=16384, seq=8192))
+    about = {"device": "NVIDIA H200", "job": job, "seconds": 1, "rows": [], "emulated": {}}
+    assert next(pays.as_text(about)).partition(";")[0] == first.partition(";")[0]
+    assert [row.speed for row in rows] == [round(rows[0].ms / row.ms, 2) for row in rows]
 
 
 # ---- Measurements --------------------------------------------------------------------------------
@@ -257,6 +167,15 @@ def test_large_things_are_measured_in_part(monkeypatch):
     assert measure.part(Part("o", 128, (256,), 1), "bf16", 8).products == 7.0
     assert measure.attention(2, 1, 32, 64) == 4 * 7.0
     assert meter.with_fewer_outputs(Part("", 128, (1 << 14, 1 << 11), 1)).ns == (896, 128)
+
+
+def test_what_torch_has_cached_is_free(monkeypatch):
+    """Half of the free memory holds as many tokens as it holds without the cache."""
+    part, cached = Part("o", 1024, (1024,), 1), [1 << 30]
+    monkeypatch.setattr(torch.cuda, "empty_cache", cached.clear)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: ((1 << 30) - sum(cached), 0))
+    gpu = Meter(torch.device("cuda"))
+    assert gpu.most(part) == gpu.most(part) == 16384
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "fp8_delayed"])
@@ -320,12 +239,9 @@ def test_the_prediction_as_text(capsys):
     assert len(lines) == 7
 
 
-def test_the_prediction_of_experts_as_json(capsys, tmp_path):
-    sizes = dict(pair.split("=") for pair in TINY.split(","))
-    config = {name: int(size) for name, size in sizes.items()} | EXPERTS
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    options = ("--tokens", "64", "--recipes", "mxfp8", "--link", "50", "--compile", "--json")
-    code, printed = run(capsys, str(tmp_path), *options)
+def test_the_prediction_of_experts_as_json(capsys):
+    options = ("--tokens", "64", "--recipes", "mxfp8", "--gpus", "2", "--link", "0.5", "--compile")
+    code, printed = run(capsys, f"{TINY},experts=8,experts_per_token=2", *options, "--json")
     assert code == 0, printed.err
     about = json.loads(printed.out)
     assert about["device"] == "CPU"
@@ -334,13 +250,38 @@ def test_the_prediction_of_experts_as_json(capsys, tmp_path):
     assert {name: about["job"][name] for name in ("tokens", "seq", "link", "is_compiled")} == {
         "tokens": 64,
         "seq": 64,
-        "link": 50.0,
+        "link": 0.5,
         "is_compiled": True,
     }
     bf16, mxfp8 = about["rows"]
     assert mxfp8["casts"] > bf16["casts"] == 0
     assert mxfp8["speed"] == pytest.approx(bf16["ms"] / mxfp8["ms"], rel=0.01)
-    assert "(given, not measured)" not in "\n".join(pays.as_text(about))  # of one GPU
+    assert "FSDP2 over 2 GPUs at 0.5 GB/s (given, not measured)" in next(pays.as_text(about))
+
+
+def test_the_prediction_of_a_part_of_a_config(monkeypatch):
+    sizes = replace(read_sizes(TINY), section="text_config")
+    monkeypatch.setattr(pays, "read_sizes", lambda model: sizes)
+    about = pays.predict_model("a model with images", ["bf16"], tokens=64)
+    assert "eager blocks, of text_config alone; measured in" in next(pays.as_text(about))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "emulated"),
+    [
+        ({}, ["dgrad"]),
+        ({"experts": 8}, ["dgrad", "wgrad"]),
+        ({"experts": 8, "dense_layers": 2}, ["dgrad"]),
+    ],
+)
+def test_emulated_products_are_those_of_the_layers_that_the_model_has(monkeypatch, sizes, emulated):
+    def engines(recipe, capability, experts):
+        native = {"fprop": True, "dgrad": experts, "wgrad": not experts}
+        return [Engine(product, "", "", is_native, "") for product, is_native in native.items()]
+
+    monkeypatch.setattr(pays, "engines", engines)
+    model = replace(read_sizes(TINY), experts_per_token=2, expert_intermediate=64, **sizes)
+    assert pays.emulated(model, "mxfp8", (9, 0)) == emulated
 
 
 @pytest.mark.parametrize(
@@ -349,6 +290,8 @@ def test_the_prediction_of_experts_as_json(capsys, tmp_path):
         (("--recipes", "fp8"), "--recipes: expected presets (bf16, "),
         (("--tokens", "48", "--seq", "32"), "--tokens: expected whole sequences of 32, got 48"),
         (("--tokens", "5000"), "--tokens: expected whole sequences of 4096, got 5000"),
+        (("--tokens", "64", "--seq", "128"), "--tokens: expected whole sequences of 128, got 64"),
+        (("--link", "50"), "--link: expected --gpus of 2 or more, got 1, which gathers nothing"),
     ],
 )
 def test_wrong_options(capsys, options, text):
@@ -358,10 +301,30 @@ def test_wrong_options(capsys, options, text):
     assert printed.err.count("\n") == 1
 
 
-def test_wrong_usage(capsys):
-    for options in (("--tokens", "0"), ("--gpus", "²"), ("--gpu",)):
-        with pytest.raises(SystemExit, match="2"):
-            run(capsys, TINY, *options)
+@pytest.mark.parametrize(
+    "options",
+    [("--tokens", "0"), ("--gpus", "²"), ("--link", "0"), ("--link", "nan"), ("--link", "1e999")],
+)
+def test_wrong_numbers(capsys, options):
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, TINY, *options)
+    assert f"{options[0]}: expected a positive " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("beside", [(), ("--gpu",), ("--json",)])
+@pytest.mark.parametrize("options", ["--tokens 64", "--seq 4 --gpus 2", "--link .5", "--compile"])
+def test_options_of_a_prediction_without_a_model(capsys, options, beside):
+    code = cli.main(["doctor", *beside, *options.split(), "--recipes", "mxfp8"])
+    printed = capsys.readouterr()
+    names = ", ".join(re.findall("--[a-z]+", options))
+    error = f"{names}, --recipes: expected --model CONFIG beside, got none"
+    assert (code, printed.out) == (2, "")
+    assert printed.err == f"minifloat doctor: error: {error}\n"
+
+
+def test_what_excludes_a_prediction(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        run(capsys, TINY, "--gpu")
     assert "not allowed with argument" in capsys.readouterr().err
     code, printed = run(capsys, "no_such_file")
     assert (code, printed.err.count("\n")) == (1, 1)

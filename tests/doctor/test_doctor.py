@@ -117,6 +117,13 @@ def test_without_a_gpu_or_its_backend(monkeypatch, capsys):
         assert text in capsys.readouterr().err
 
 
+def test_the_checks_are_no_json(capsys):
+    assert cli.main(["doctor", "--gpu", "--json"]) == 2
+    printed = capsys.readouterr()
+    error = "--gpu: expected no --json beside, as the checks print text alone"
+    assert (printed.out, printed.err) == ("", f"minifloat doctor: error: {error}\n")
+
+
 def test_rows_and_the_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(_native.ops, "has_cuda", lambda: True)
