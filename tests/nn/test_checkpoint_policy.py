@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from tests.support.same_bits import require_same
 
 ROWS, WIDTH, HIDDEN = 256, 64, 256
+TWO_AMAXES = "fprop=nvfp4*nvfp4/16x16 dgrad=mxfp8*mxfp8 wgrad=nvfp4+rht*nvfp4+rht"
 CONTEXTS = partial(create_selective_checkpoint_contexts, mf.checkpoint_policy)
 
 
@@ -63,7 +65,9 @@ def trained(model: nn.Module, forward: Callable[[Tensor], Tensor]) -> list[Tenso
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_delayed", "nvfp4", "mxfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["fp8_tensorwise", "fp8_delayed", "nvfp4", "mxfp4", "fp8_rowwise", TWO_AMAXES]
+)
 def test_the_same_bits(recipe, compiled):
     found = []
     for is_kept in (True, False):
@@ -77,14 +81,12 @@ def test_the_same_bits(recipe, compiled):
         require_same(got, want, f"tensor {i}")
 
 
-def compiled_bytes(recipe: str, is_kept: bool) -> int:
-    """Counts the bytes that the compiled forward hands to backward, parameters left out."""
-    model, outputs = blocks(recipe, recompute="weight"), []
+def compiled(recipe: str, is_kept: bool) -> tuple[Any, Any]:
+    """Returns the forward and the backward graph of the compiled blocks."""
+    model, graphs = blocks(recipe, recompute="weight"), []
 
     def keep(graph: Any, inputs: Any) -> Any:
-        inner = next(n for n in graph.graph.nodes if n.op == "output").args[0]
-        values = (n.meta.get("val") for n in inner if n is not None and n.op != "placeholder")
-        outputs.append(sum(t.nbytes for t in values if isinstance(t, Tensor)))
+        graphs.append(graph.graph)
         return graph
 
     torch.compiler.reset()
@@ -92,11 +94,38 @@ def compiled_bytes(recipe: str, is_kept: bool) -> int:
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)
     forward = torch.compile(partial(run, model, is_kept=is_kept), backend=backend)
     forward(torch.ones(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
-    return outputs[0]
+    return graphs[0], graphs[1]
+
+
+def saved_bytes(forward: Any) -> int:
+    """Counts the bytes that a forward graph hands to backward, parameters left out."""
+    outputs = next(n for n in forward.nodes if n.op == "output").args[0]
+    values = (n.meta.get("val") for n in outputs if n is not None and n.op != "placeholder")
+    return sum(t.nbytes for t in values if isinstance(t, Tensor))
 
 
 def test_compiled_code_saves_no_codes_of_inputs():
-    kept, again = (compiled_bytes("fp8_rowwise", is_kept) for is_kept in (True, False))
+    kept, again = (saved_bytes(compiled("fp8_rowwise", is_kept)[0]) for is_kept in (True, False))
     results = 2 * ROWS * (2 * WIDTH + 2 * 2 * HIDDEN + WIDTH)  # y; gate and up; what is between
     assert again <= results + 2 * ROWS * WIDTH
     assert kept >= again + 2 * ROWS * (WIDTH + HIDDEN)  # the codes of two blocks' inputs
+
+
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise", "mxfp8", TWO_AMAXES])
+def test_backward_casts_inputs_in_one_direction(recipe):
+    """The directions of the casts of inputs, of which gate and up share one a block."""
+    forward, backward = (directions(graph) for graph in compiled(recipe, is_kept=False))
+    assert forward == {(True, False): 4}
+    assert backward == {(False, True): 4}
+    forward, backward = (directions(graph) for graph in compiled(recipe, is_kept=True))
+    assert forward == {(True, True): 4}
+    assert not backward
+
+
+def directions(graph: Any) -> Counter[tuple[bool, bool]]:
+    found: Counter[tuple[bool, bool]] = Counter()
+    for node in graph.nodes:
+        if node.target is mf._native.ops.quantize.default:
+            _, row, col = node.args[:3]
+            found[bool(row), bool(col)] += 1
+    return found

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 
 import minifloat as mf
 import pytest
@@ -27,11 +29,15 @@ class Siblings(nn.Module):
         return self.a(x) * self.b(x)
 
 
-def recorded(recipe: str, **options: object) -> list[Counter[str]]:
-    """Returns how often each op of ours is in the forward graph, and in the backward graph."""
+def siblings(recipe: str, **options: object) -> list[Counter[str]]:
     torch.manual_seed(0)
     model = Siblings().bfloat16()
     mf.quantize_(model, recipe, **options)
+    return recorded(model, torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True))
+
+
+def recorded(function: Callable[..., Tensor], *inputs: Tensor) -> list[Counter[str]]:
+    """Returns how often each op of ours is in the forward graph, and in the backward graph."""
     found: list[Counter[str]] = []
 
     def keep(graph, inputs):
@@ -43,27 +49,35 @@ def recorded(recipe: str, **options: object) -> list[Counter[str]]:
     torch.compiler.reset()
     partition = min_cut_rematerialization_partition  # Inductor's, which merges equal casts
     backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)
-    run = torch.compile(model, backend=backend)
-    x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    run(x).sum().backward()
+    torch.compile(function, backend=backend)(*inputs).sum().backward()
     return found
 
 
 @pytest.mark.parametrize("recompute", [None, "weight"])
 @pytest.mark.parametrize("recipe", ["fp8_tensorwise", "mxfp8", "nvfp4_pow2"])
 def test_calls_of_two_layers_that_share_x(recipe, recompute):
-    forward, backward = recorded(recipe, recompute=recompute)
+    forward, backward = siblings(recipe, recompute=recompute)
+    assert forward == {"quantize": 1, "linear_forward": 2}
+    assert backward == {"linear_backward": 2}
+
+
+def test_calls_of_a_group():
+    """The layers of mf.functional.linear_group have a call each."""
+    x = torch.randn(ROWS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+    weights = [torch.randn(n, WIDTH, dtype=torch.bfloat16, requires_grad=True) for n in (64, 128)]
+    group = partial(mf.functional.linear_group, recipe="fp8_tensorwise")
+    forward, backward = recorded(lambda x, *weights: torch.cat(group(x, weights), 1), x, *weights)
     assert forward == {"quantize": 1, "linear_forward": 2}
     assert backward == {"linear_backward": 2}
 
 
 def test_what_is_recorded_in_parts():
     """Values in high precision, or sums of gradients, leave the ops within to the compiler."""
-    forward, backward = recorded("fp8_rowwise_gw_hp")
+    forward, backward = siblings("fp8_rowwise_gw_hp")
     assert forward["linear_forward"] == 2
     assert backward == {"linear_backward": 2}
     of_bf16 = "fprop=e4m3/row*bf16 dgrad=e4m3/row*bf16 wgrad=e4m3/row*e4m3/row"
-    forward, _ = recorded(of_bf16)
+    forward, _ = siblings(of_bf16)
     assert forward["linear_forward"] == 0
     assert forward["scaled_mm"] == 2
 

@@ -1,12 +1,13 @@
 #include "layers/layer_ops.h"
 
 #include <ATen/ATen.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 
+#include <algorithm>
 #include <array>
 #include <tuple>
 
 #include "ops/bridge.h"
+#include "ops/direct.h"
 #include "ops/op.h"
 #include "ops/outputs.h"
 
@@ -15,17 +16,6 @@ namespace {
 
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
-
-// Of the tensors of torch.func, which the ops within a layer have rules for.
-constexpr c10::DispatchKeySet kFunctionTransforms({c10::DispatchKey::FuncTorchBatched,
-                                                   c10::DispatchKey::FuncTorchGradWrapper});
-
-// Returns whether AOTAutograd traces a call with t.
-bool is_compiled(const Tensor& t) {
-  using c10::impl::TorchDispatchModeTLS;
-  return TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::FUNCTIONAL).has_value() &&
-         !t.key_set().has_any(kFunctionTransforms);
-}
 
 // Returns what an op returned, or undefined where it is empty: what the op did not compute.
 Tensor or_undefined(const Tensor& t) { return t.sym_numel() == 0 ? Tensor() : t; }
@@ -251,24 +241,28 @@ std::vector<Tensor> record_forward(const ForwardPass& pass, const QuantizedOpera
 }
 
 bool records_backward(const SavedLayers& layers, const std::vector<Tensor>& grads) {
-  return grads.size() == 1 && grads[0].defined() && is_compiled(grads[0]) && !layers.sharding &&
+  const auto is_recorded = [](const Tensor& g) { return !g.defined() || is_compiled(g); };
+  return std::all_of(grads.begin(), grads.end(), is_recorded) && !layers.sharding &&
          !layers.groups && !layers.accumulation.is_on();
 }
 
 LayerGradients record_backward(const SavedLayers& layers, const NeededGradients& needs,
-                               const Tensor& grad, const std::vector<Tensor>& saved) {
+                               std::size_t i, const Tensor& grad,
+                               const std::vector<Tensor>& saved) {
   std::vector<Tensor> tensors;
-  for (const Tensor& t : saved) tensors.push_back(or_empty(&t, grad));
-  const bool needs_db = !needs.db.empty() && needs.db[0];
-  const CastContext state = layers.state_of(0);
+  for (const std::size_t first : {std::size_t{0}, 3 * (i + 1)})  // of x, and of weight i
+    for (std::size_t j = first; j < first + 3; ++j) tensors.push_back(or_empty(&saved[j], grad));
+  const int bias = layers.bias_index[i];
+  const bool needs_db = bias >= 0 && needs.db[static_cast<std::size_t>(bias)];
+  const CastContext state = layers.state_of(i);
   std::optional<at::ScalarType> bias_dtype;
-  if (!layers.bias_dtypes.empty()) bias_dtype = layers.bias_dtypes[0];
+  if (bias >= 0) bias_dtype = layers.bias_dtypes[static_cast<std::size_t>(bias)];
   const auto& op = layers.histories.empty() ? linear_backward_op : linear_backward_delayed_op;
   const auto [dx, dw, db] =
-      op(grad, tensors, layers.recipe.text, {needs.dx, needs.any_dw, needs_db},
-         layers.features[0][1], layers.x_dtype, layers.product_dtypes[0], layers.weight_dtypes[0],
+      op(grad, tensors, layers.recipe.text, {needs.dx, needs.dw[i], needs_db},
+         layers.features[i][1], layers.x_dtype, layers.product_dtypes[i], layers.weight_dtypes[i],
          bias_dtype, or_none(state.rng), or_none(state.history), state.stream);
-  return {needs.dx ? dx : Tensor(), needs.any_dw ? dw : Tensor(), needs_db ? db : Tensor()};
+  return {needs.dx ? dx : Tensor(), needs.dw[i] ? dw : Tensor(), needs_db ? db : Tensor()};
 }
 
 }  // namespace minifloat::torch_ops

@@ -23,12 +23,12 @@ bool records_forward(const PreparedRecipe& recipe, const Layers& layers, const T
 // Returns y (M, N) of each weight, as multiply_operand does, by the op linear_forward.
 std::vector<Tensor> record_forward(const ForwardPass& pass, const QuantizedOperand& x);
 
-// Returns whether the backward pass of one layer is recorded as linear_backward: its weight is
-// whole, and autograd receives the gradient.
+// Returns whether the backward pass of layers is recorded as linear_backward: their weights are
+// whole, and autograd receives the gradients.
 bool records_backward(const SavedLayers& layers, const std::vector<Tensor>& grads);
 
-// Returns what linear_gradients does, by the op linear_backward.
+// Returns what linear_gradients does of layer i, by the op linear_backward.
 LayerGradients record_backward(const SavedLayers& layers, const NeededGradients& needs,
-                               const Tensor& grad, const std::vector<Tensor>& saved);
+                               std::size_t i, const Tensor& grad, const std::vector<Tensor>& saved);
 
 }  // namespace minifloat::torch_ops

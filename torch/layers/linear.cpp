@@ -77,7 +77,7 @@ class LinearState : public LayerState {
     for (std::size_t i = 0; i < n; ++i) {
       if (!grads[i].defined()) continue;
       const LayerGradients d = is_recorded
-                                   ? record_backward(layers_, needs_, grads[i], saved)
+                                   ? record_backward(layers_, needs_, i, grads[i], saved)
                                    : linear_gradients(layers_, needs_, i, grads[i], x, saved, x_);
       if (d.x.defined()) out[0] = out[0].defined() ? out[0] + d.x : d.x;
       out[1 + i] = d.weight;

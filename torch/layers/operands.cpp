@@ -116,6 +116,22 @@ bool writes_fp8(const PreparedRecipe& recipe, const Tensor& x, const OperandUse&
   return shape && product.engine.takes(product.product, product.capability, *shape);
 }
 
+// Casts x by an op for forward and an op for backward, so that a checkpoint computes the latter
+// alone again. The amax that it scales by is an op too, whose result mf.checkpoint_policy keeps.
+Directions quantize_apart(const PreparedRecipe& recipe, const Tensor& x, Place row, Place col,
+                          const CastPlan& plan) {
+  QuantizeOptions of_row = plan.options, of_col = plan.options;
+  const Spec& spec = recipe.specs[col];
+  if (!of_col.amax_col && (spec.has_tensor_amax() || spec.has_row_amax())) {
+    of_col.amax_col = amax(x, plan.col, /*columnwise=*/true, of_col);
+    if (has_amax_of_values(recipe.specs[row]) && has_amax_of_values(spec))
+      of_row.amax_row = of_col.amax_col;
+  }
+  of_row.amax_col.reset();
+  of_col.amax_row.reset();
+  return {quantize(x, plan.row, "", of_row).first, quantize(x, "", plan.col, of_col).second};
+}
+
 constexpr std::int64_t kRandomGroup = 16;  // elements of one call of Philox
 
 }  // namespace
@@ -265,6 +281,9 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Op
       out = state.cast(plan.row, plan.col, plan.options);
     else if (cut)
       out = quantize_shard(recipe, x, row, col, plan, *state.sharding, *cut);
+    else if (row.place == kFpropX && !plan.row.empty() && !plan.col.empty() && !recipe.is_delayed &&
+             is_checkpointed(x))
+      out = quantize_apart(recipe, x, row.place, col.place, plan);
     else
       out = quantize(x, plan.row, plan.col, plan.options);
   }

@@ -23,8 +23,10 @@ from .._native import ops
 from ..private_torch import collective_ops
 
 aten = torch.ops.aten
-# The ops whose results are kept: products, attention, and messages between ranks.
+# The ops whose results are kept: products, attention, messages between ranks, and what the cast of
+# an input scales by, a number or one a column.
 KEPT = {
+    ops.amax.default,
     ops.scaled_mm.default,
     ops.linear_forward.default,
     ops.linear_forward_delayed.default,
