@@ -141,6 +141,10 @@ def activation_calls():
     as_fp8 = {"gate_rng": RNG, "up_rng": RNG, "fp8_row": True, "fp8_h": True}
     specs = ("nvfp4+pow2+sr", "mxfp4", "nvfp4+pow2+rht")
     yield ops.quantize_activation_backward, (*tensors, *specs), as_fp8
+    swizzled = {"swizzled_row": True, "swizzled_col": True}
+    yield ops.quantize_activation, (gate, None, "gelu", "mxfp8", "nvfp4"), swizzled
+    specs = ("mxfp8", "mxfp4+rht", "nvfp4")
+    yield ops.quantize_activation_backward, (*tensors, *specs), {**swizzled, "swizzled_h": True}
     options = {"h_amax": torch.tensor(2.0), "up_stream_col": 3, "decoded_row": True}
     specs = ("mxfp8", "e4m3/row", "e4m3/tensor+delayed")
     yield ops.quantize_activation_backward, (*tensors, *specs), options
@@ -180,6 +184,7 @@ def sample_calls():
     yield ops.quantize, (x, "nvfp4", "nvfp4+sr+rht"), {"rng": RNG, "decoded_row": True}
     yield ops.quantize, (batch, "mxfp8", ""), {"decoded_row": True}
     yield ops.quantize, (batch, "nvfp4+pow2", "mxfp4+rht"), {"fp8_row": True, "fp8_col": True}
+    yield ops.quantize, (batch, "mxfp8", "nvfp4"), {"swizzled_row": True, "swizzled_col": True}
     yield ops.quantize, (batch, "", "e4m3/row"), {"amax_col": torch.ones(2, 72)}
     yield ops.quantize, (batch, "e4m3/row", ""), {"amaxes_of_columns": True}
     yield ops.quantize, (x, "e4m3/tensor+delayed", "e4m3/128x128"), {"amax_row": torch.tensor(2.0)}

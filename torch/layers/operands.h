@@ -109,7 +109,7 @@ void raise_histories(const PreparedRecipe& recipe, const OperandUse& row, const 
 
 // The specs of a cast of both directions, "" for one that is not cast, and its options. The recipe
 // must outlive it. FP4 is written as FP8 where one product alone reads the operand, right after the
-// cast, and as FP8.
+// cast, and as FP8; scales are swizzled where products alone read them, and swizzled.
 struct CastPlan {
   const std::string &row, &col;
   QuantizeOptions options;

@@ -26,7 +26,8 @@ TORCH_LIBRARY(minifloat, m) {
 
   // Values. x: (rows, cols) or (batch, rows, cols), fp32 or bf16, of column stride 1.
   // rows_from: the row of x of each row that is cast, int32 (rows), with groups. fp8: FP4 is
-  // written as fp4_as_fp8 returns it.
+  // written as fp4_as_fp8 returns it. swizzled: scales are as swizzle_scales returns them for each
+  // row, shaped (…, tiles down, tiles across, 512).
   m.def(
       "amax(Tensor x, str spec, bool columnwise=False, *, Tensor? rng=None, int stream=0, "
       "Tensor? groups=None, Tensor? rows_from=None) -> Tensor",
@@ -36,7 +37,8 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor? rng=None, int stream_row=0, int stream_col=0, SymInt[2] origin=0, "
       "Tensor? groups=None, int group_unit=0, Tensor? row_ids=None, int first_expert=0, "
       "Tensor? rows_from=None, bool decoded_row=False, bool decoded_col=False, "
-      "bool fp8_row=False, bool fp8_col=False, bool amaxes_of_columns=False) -> "
+      "bool fp8_row=False, bool fp8_col=False, bool swizzled_row=False, "
+      "bool swizzled_col=False, bool amaxes_of_columns=False) -> "
       "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
       "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
       tags);
@@ -302,7 +304,8 @@ TORCH_LIBRARY(minifloat, m) {
       "quantize_activation(Tensor gate, Tensor? up, str activation, str row, str col, *, "
       "Tensor? amax_row=None, Tensor? amax_col=None, Tensor? rng=None, int stream_row=0, "
       "int stream_col=0, SymInt[2] origin=0, bool decoded_row=False, bool decoded_col=False, "
-      "bool fp8_row=False, bool fp8_col=False) -> "
+      "bool fp8_row=False, bool fp8_col=False, bool swizzled_row=False, "
+      "bool swizzled_col=False) -> "
       "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
       "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
       tags);
@@ -313,7 +316,8 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor? gate_rng=None, Tensor? up_rng=None, Tensor? h_rng=None, int gate_stream_row=0, "
       "int gate_stream_col=0, int up_stream_row=0, int up_stream_col=0, int h_stream=0, "
       "bool decoded_row=False, bool decoded_col=False, bool decoded_h=False, "
-      "bool fp8_row=False, bool fp8_col=False, bool fp8_h=False) -> Tensor[]",
+      "bool fp8_row=False, bool fp8_col=False, bool fp8_h=False, bool swizzled_row=False, "
+      "bool swizzled_col=False, bool swizzled_h=False) -> Tensor[]",
       tags);
   // dh becomes d_gate. amaxes: of d_gate and, with an up, of d_up, untransformed. h is cast
   // columnwise where h_col is a spec.
