@@ -36,8 +36,8 @@ __device__ __forceinline__ Vec16<Bf16> load_vec(const VecRun& run, std::uint32_t
   return vec;
 }
 
-// Casts vec16 u.   to: its codes; kHasIds: rows may have numbers of their own in the random counter;
-// kMaySwizzle: scales may be swizzled
+// Casts vec16 u.   to: its codes; kHasIds: rows may have numbers of their own in the random
+// counter; kMaySwizzle: scales may be swizzled
 template <class C, bool kHasIds, bool kMaySwizzle = C::kMaySwizzle>
 __device__ __forceinline__ void cast_preset_vec(const VecRun& run, const KernelOperand& plan,
                                                 const Whole& whole, const MatrixScale& scale,
