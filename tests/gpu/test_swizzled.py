@@ -202,16 +202,15 @@ def kernels_of(step: Any) -> tuple[Any, list[str]]:
     return out, [e.name for e in events]
 
 
-@pytest.mark.parametrize(("mode", "swizzles"), [("eager", 0), ("compiled", 1)])
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
-def test_layers_by_blackwells_plan(cuda, stand_in, recipe, mode, swizzles):
-    """Three products read six operands as casts wrote them; a compiled forward returns W's codes
-    for backward row-major."""
+def test_layers_by_blackwells_plan(cuda, stand_in, recipe, mode):
+    """Three products read six operands as casts wrote them."""
     want = linear(cuda, recipe, "eager")
     with assumed_capability(10, 0):
         linear(cuda, recipe, mode)
         got, kernels = kernels_of(lambda: linear(cuda, recipe, mode))
-    assert sum("swizzle_whole" in name for name in kernels) == swizzles, kernels
+    assert not [name for name in kernels if "swizzle_whole" in name]
     for name, a, b in zip(("y", "dx", "dw"), got, want, strict=True):
         require_close(a, b, 2.0**-7, f"{recipe} {mode}: {name}")
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.capability import assumed_capability
+from tests.support.same_bits import require_same_bytes
 
 BLACKWELL, RTX, HOPPER = (10, 0), (12, 0), (9, 0)
 CASTS = ("quantize", "quantize_activation", "quantize_activation_backward")
@@ -94,3 +95,24 @@ def test_feed_forwards():
         return ops.mlp(tensor(256, 128), w, [None] * 3, "mxfp8", "silu")
 
     assert casts_of(step, BLACKWELL) == {"swizzled": 9}
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
+def test_recorded_layers_return_either_form(recipe):
+    """The op returns W for backward as its caller planned, and backward reads either."""
+    x, w, grad = torch.randn(64, 96), torch.randn(48, 96), torch.randn(64, 48)
+    rng, r = torch.tensor([1, 2, 3]), mf.Recipe(recipe)
+    left = ops.quantize(x, r.fprop.a, "")[:4]
+    of_x = ops.quantize(x, "", r.wgrad.b, rng=rng)[4:7]
+    layer = (r.text, torch.float32, True, "", rng, None, 0)
+    results = []
+    for swizzled in (False, True):
+        y, codes, scale, amax = ops.linear_forward(*left, w, None, *layer, swizzled=swizzled)
+        assert scale.dim() == (3 if swizzled else 2)
+        dtypes = [torch.float32] * 3
+        needed = [True, True, False]
+        arguments = (r.text, needed, 96, *dtypes, None, rng, None, 0)
+        gradients = ops.linear_backward(grad, [*of_x, codes, scale, amax], *arguments)
+        results.append([y, *gradients])
+    for got, want in zip(*results, strict=True):
+        require_same_bytes(got, want)

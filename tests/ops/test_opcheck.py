@@ -168,9 +168,10 @@ def recorded_calls():
         suffix = "_delayed" if delayed is not None else ""
         ways = ("forward", "backward")
         run, run_backward = (getattr(ops, f"linear_{way}{suffix}") for way in ways)
-        yield run, (*left, weight, bias, *forward), {}
+        swizzled = {"swizzled": recipe == "nvfp4"}
+        yield run, (*left, weight, bias, *forward), swizzled
         of_x = ops.quantize(x, "", r.wgrad.b.removesuffix("+delayed"), rng=RNG)[4:7]
-        of_w = run(*left, weight, None, *forward)[1:]
+        of_w = run(*left, weight, None, *forward, **swizzled)[1:]
         saved = [*of_x, *([weight, *of_w[1:]] if recompute else of_w)]
         dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float32)
         backward = (recipe, [True, True, delayed is None], 72, *dtypes, RNG, delayed, 3)

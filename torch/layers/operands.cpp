@@ -127,14 +127,14 @@ bool writes_fp8(const PreparedRecipe& recipe, const Tensor& x, const OperandUse&
 }
 
 // Returns whether the cast writes swizzled scales: where the product that reads the operand, now or
-// in backward, reads them. Dequantization does not; the op that records a layer returns none, as
-// its meta kernel knows no engine. Products that the engine leaves to the next one undo the layout.
+// in backward, reads them. Dequantization does not; of what an op returns its caller decided.
+// Products that the engine leaves to the next one undo the layout.
 bool writes_swizzled(const PreparedRecipe& recipe, const Tensor& x, const OperandUse& needed,
                      const CastContext& state) {
   const Place place = needed.place;
   const bool is_dequantized = recipe.keeps_codes(place) || recipe.specs[place].is_of_forward();
-  const bool is_returned = state.apart_col && kOperands[place].columnwise;
-  if (is_dequantized || is_returned || !is_of_one_matrix(needed, state)) return false;
+  if (is_dequantized || !is_of_one_matrix(needed, state)) return false;
+  if (state.apart_col && kOperands[place].columnwise) return state.swizzled_apart;
   return is_read_in(&Engine::reads_swizzled, at::kBFloat16, recipe, x, place, state);
 }
 

@@ -169,20 +169,21 @@ TORCH_LIBRARY(minifloat, m) {
   // What torch.compile records of `linear` and mlp after the cast of x (layers/layer_ops.h). x: as
   // `quantize` returns it, rowwise. The results are y and W as backward reads it, empty where not;
   // then dx, dW and db, of those that are needed. saved: three tensors of x, then three of W.
+  // swizzled: the scales of that W are.
   for (const auto& [suffix, history] :
        {std::pair("", "Tensor? amax_history"), std::pair("_delayed", "Tensor(a!)? amax_history")}) {
-    const std::string state = std::string("Tensor? rng, ") + history + ", int stream) -> ";
+    const std::string state = std::string("Tensor? rng, ") + history + ", int stream";
     m.def((std::string("linear_forward") + suffix +
            "(Tensor x_codes, Tensor x_scale, Tensor x_amax, Tensor x_decoded, Tensor weight, "
            "Tensor? bias, str recipe, ScalarType dtype, bool needs_dx, str recompute, " +
-           state + "(Tensor y, Tensor codes, Tensor scale, Tensor amax)")
+           state + ", bool swizzled=False) -> (Tensor y, Tensor codes, Tensor scale, Tensor amax)")
               .c_str(),
           tags);
     m.def((std::string("linear_backward") + suffix +
            "(Tensor grad, Tensor[] saved, str recipe, bool[3] needed, SymInt k, "
            "ScalarType x_dtype, ScalarType product_dtype, ScalarType weight_dtype, "
            "ScalarType? bias_dtype, " +
-           state + "(Tensor dx, Tensor dw, Tensor db)")
+           state + ") -> (Tensor dx, Tensor dw, Tensor db)")
               .c_str(),
           tags);
   }
