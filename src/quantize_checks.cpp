@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "minifloat/core/philox.h"
+#include "minifloat/core/swizzle.h"
 #include "minifloat/error.h"
 #include "minifloat/group_checks.h"
 #include "on_device.h"
@@ -128,6 +129,7 @@ struct OperandSizes {
   std::int64_t scale_bytes(const Operand& o) const {
     if (o.as_fp8) return rows_of_parts * std::int64_t{4};
     if (!o.spec.has_blocks()) return amaxes(o.spec) * std::int64_t{4};
+    if (o.swizzled) return matrices * swizzled_size(rows, o.spec.scale_cols(cols));
     return matrices * o.spec.scale_rows(rows) * o.spec.scale_cols(cols) * o.spec.scale_bytes();
   }
 };
@@ -218,6 +220,11 @@ void check_operand(const TensorRef& x, const Operand& operand, bool columnwise, 
   check_groups(kFunction, x, spec, columnwise);
   const OperandSizes sizes(x, columnwise);
   const std::int64_t amaxes = sizes.amaxes(spec) * std::int64_t{4};
+  MINIFLOAT_CHECK(!operand.swizzled || (spec.has_blocks() && spec.scale_bytes() == 1 &&
+                                        !operand.as_fp8 && !x.groups && operand.row_bytes == 0),
+                  "quantize: expected swizzled scales of one byte a block, as MX and NVFP4 have "
+                  "them, of matrices without groups, row_bytes or as_fp8, got ",
+                  spec.str());
   check_origin(operand, columnwise ? sizes.rows_of_parts : sizes.matrices * sizes.rows,
                columnwise ? x.rows : x.cols);
 

@@ -7,7 +7,8 @@
 //     codes     (rows, spec.code_cols(cols)) bytes; E2M1: two a byte, the even column in the low
 //               nibble
 //     scale     fp32: () or (rows) or (block rows, block cols)
-//               E8M0, E4M3: (block rows, block cols) bytes
+//               E8M0, E4M3: (block rows, block cols) bytes; Operand::swizzled: in core/swizzle.h's
+//               layout
 //     amax      fp32: () for tensor scaling and NVFP4, (rows) for row scaling; after the transform
 //     decoded   bf16: (rows, spec.padded_cols(cols)), the values of the codes for an exact product
 //
@@ -73,6 +74,10 @@ struct Operand {
   // Whether E2M1 under powers of two is written as fp4_as_fp8 would convert it: `codes` are E4M3,
   // (rows, padded_cols), and `scale` is the fp32 row scales. Then nothing is decoded.
   bool as_fp8 = false;
+  // Whether one-byte scales of blocks are written as swizzle_scales would lay them out, with its
+  // zeros: (batch, swizzled_size(rows, block columns)) bytes, those of 2D blocks once for each row.
+  // Of matrices without groups and row_bytes.
+  bool swizzled = false;
 };
 
 // One direction of x whose amax is wanted.

@@ -7,6 +7,7 @@
 #include "lanes.h"
 #include "minifloat/core/philox.h"
 #include "minifloat/core/scale_rule.h"
+#include "minifloat/core/swizzle.h"
 #include "minifloat/quantize.h"
 #include "tile.h"
 
@@ -241,9 +242,28 @@ MINIFLOAT_INLINE void store_grid(const OperandPlan& plan, const TileRange& range
       out[r * pitch + c] = static_cast<To>(from[r * blocks.cols + c]);
 }
 
+// Stores one-byte scales in the swizzled layout: for each row that of its block.
+MINIFLOAT_INLINE void store_swizzled(const OperandPlan& plan, const TileRange& range,
+                                     const TileBlocks& blocks) {
+  const std::int64_t col = blocks.block_col_of(range.col), left = plan.scale_cols - col;
+  const std::int64_t rows = range.is_strip ? 1 : range.rows;
+  const std::int64_t cols = range.is_strip ? blocks.rows * blocks.cols : blocks.cols;
+  const std::int64_t inside = cols < left ? cols : left;
+  std::uint8_t* out = static_cast<std::uint8_t*>(plan.operand.scale) +
+                      range.batch * swizzled_size(plan.rows, plan.scale_cols);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const std::uint32_t* from = blocks.code + blocks.first_of_row(r);
+    for (std::int64_t c = 0; c < inside; ++c)
+      out[swizzled_offset(range.row + r, col + c, plan.scale_cols)] =
+          static_cast<std::uint8_t>(from[c]);
+  }
+}
+
 MINIFLOAT_INLINE void store_scales(const OperandPlan& plan, const TileRange& range,
                                    const TileBlocks& blocks) {
-  if (plan.operand.spec.rule == ScaleRule::kBlock)
+  if (plan.operand.swizzled)
+    store_swizzled(plan, range, blocks);
+  else if (plan.operand.spec.rule == ScaleRule::kBlock)
     store_grid(plan, range, blocks, blocks.scale, static_cast<float*>(plan.operand.scale));
   else
     store_grid(plan, range, blocks, blocks.code, static_cast<std::uint8_t*>(plan.operand.scale));

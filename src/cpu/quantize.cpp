@@ -9,6 +9,7 @@
 // is cast as a matrix of its own.
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <memory>
 #include <vector>
 
@@ -56,6 +57,7 @@ class DirectionCast {
       plan_.random =
           random_key(operand.random.state, operand.random.state_size, operand.random.stream);
     signs_ = signs_of(spec, operand.random);
+    if (operand.swizzled) clear_padding();
     if (spec.has_tensor_amax() || spec.has_row_amax()) compute_active_amax(execution);
   }
 
@@ -85,6 +87,13 @@ class DirectionCast {
       encode_elements<std::uint16_t>({&plan_, &range, load_bf16_tile(load)});
     else
       encode_elements<float>({&plan_, &range, load_fp32_tile(load)});
+  }
+
+  // Clears swizzled scales where the layout has room for more than there are.
+  void clear_padding() const {
+    const std::int64_t size = swizzled_size(plan_.rows, plan_.scale_cols);
+    if (size > plan_.rows * plan_.scale_cols)
+      std::memset(plan_.operand.scale, 0, static_cast<std::size_t>(plan_.batch * size));
   }
 
   // Computes the active amaxes, their factors, and the outputs of a tensor or a row: scales and

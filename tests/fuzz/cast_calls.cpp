@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "fuzz/call.h"
+#include "minifloat/core/swizzle.h"
 #include "minifloat/messages.h"
 #include "minifloat/transform.h"
 
@@ -90,7 +91,10 @@ void add_operand(Call& call, const TensorRef& x, Operand& to, bool columnwise) {
   const std::int64_t code_bytes =
       x.batch * rows * (to.as_fp8 ? spec.padded_cols(cols) : spec.code_cols(cols));
   const std::int64_t amaxes = spec.has_row_amax() ? line_rows : spec.has_tensor_amax() ? parts : 0;
-  const std::int64_t scales = to.as_fp8           ? 4 * line_rows
+  const bool may_swizzle = spec.has_blocks() && spec.scale_bytes() == 1 && !to.as_fp8 && !x.groups;
+  to.swizzled = may_swizzle && call.one_in(3);
+  const std::int64_t scales = to.as_fp8     ? 4 * line_rows
+                              : to.swizzled ? x.batch * swizzled_size(rows, spec.scale_cols(cols))
                               : spec.has_blocks() ? x.batch * spec.scale_rows(rows) *
                                                         spec.scale_cols(cols) * spec.scale_bytes()
                                                   : 4 * amaxes;
@@ -119,6 +123,7 @@ void add_operand(Call& call, const TensorRef& x, Operand& to, bool columnwise) {
     call.bad("origin", to.origin.row, {std::int64_t{1} << 33});
     call.bad("origin off a multiple", to.origin.col, {8});
   }
+  if (!may_swizzle) call.bad("swizzled scales", to.swizzled, {true});
   call.bad("origin below zero", to.origin.col, {-16});
   if (!columnwise && spec.has_blocks() && to.row_bytes == 0)
     call.bad("row_bytes", to.row_bytes, {code_bytes > x.rows ? 1 : -1});

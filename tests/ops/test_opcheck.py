@@ -141,6 +141,10 @@ def activation_calls():
     as_fp8 = {"gate_rng": RNG, "up_rng": RNG, "fp8_row": True, "fp8_h": True}
     specs = ("nvfp4+pow2+sr", "mxfp4", "nvfp4+pow2+rht")
     yield ops.quantize_activation_backward, (*tensors, *specs), as_fp8
+    swizzled = {"swizzled_row": True, "swizzled_col": True}
+    yield ops.quantize_activation, (gate, None, "gelu", "mxfp8", "nvfp4"), swizzled
+    specs = ("mxfp8", "mxfp4+rht", "nvfp4")
+    yield ops.quantize_activation_backward, (*tensors, *specs), {**swizzled, "swizzled_h": True}
     options = {"h_amax": torch.tensor(2.0), "up_stream_col": 3, "decoded_row": True}
     specs = ("mxfp8", "e4m3/row", "e4m3/tensor+delayed")
     yield ops.quantize_activation_backward, (*tensors, *specs), options
@@ -164,9 +168,10 @@ def recorded_calls():
         suffix = "_delayed" if delayed is not None else ""
         ways = ("forward", "backward")
         run, run_backward = (getattr(ops, f"linear_{way}{suffix}") for way in ways)
-        yield run, (*left, weight, bias, *forward), {}
+        swizzled = {"swizzled": recipe == "nvfp4"}
+        yield run, (*left, weight, bias, *forward), swizzled
         of_x = ops.quantize(x, "", r.wgrad.b.removesuffix("+delayed"), rng=RNG)[4:7]
-        of_w = run(*left, weight, None, *forward)[1:]
+        of_w = run(*left, weight, None, *forward, **swizzled)[1:]
         saved = [*of_x, *([weight, *of_w[1:]] if recompute else of_w)]
         dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float32)
         backward = (recipe, [True, True, delayed is None], 72, *dtypes, RNG, delayed, 3)
@@ -180,6 +185,7 @@ def sample_calls():
     yield ops.quantize, (x, "nvfp4", "nvfp4+sr+rht"), {"rng": RNG, "decoded_row": True}
     yield ops.quantize, (batch, "mxfp8", ""), {"decoded_row": True}
     yield ops.quantize, (batch, "nvfp4+pow2", "mxfp4+rht"), {"fp8_row": True, "fp8_col": True}
+    yield ops.quantize, (batch, "mxfp8", "nvfp4"), {"swizzled_row": True, "swizzled_col": True}
     yield ops.quantize, (batch, "", "e4m3/row"), {"amax_col": torch.ones(2, 72)}
     yield ops.quantize, (batch, "e4m3/row", ""), {"amaxes_of_columns": True}
     yield ops.quantize, (x, "e4m3/tensor+delayed", "e4m3/128x128"), {"amax_row": torch.tensor(2.0)}

@@ -119,6 +119,7 @@ def _quantize(rng: Random, arena: Arena) -> Call:
         args[f"stream_{side}"] = rng.randrange(100)
         args[f"decoded_{side}"] = has_bf16_values(spec) and rng.random() < 0.3
         args[f"fp8_{side}"] = "fp4" in spec and rng.random() < 0.3
+        args[f"swizzled_{side}"] = spec[:2] in ("mx", "nv") and rng.random() < 0.3
     args["rng"] = arena.place(torch.tensor([1, 2, 3][: rng.choice((2, 3))]))
     args["amaxes_of_columns"] = (
         "/row" in row and "rht" not in row and col == "" and rng.random() < 0.5

@@ -44,6 +44,8 @@ def _forward(rng: Random, arena: Arena, delayed: bool = False) -> Call:
     args |= {"weight": arena.place(layer["w"]), "dtype": layer["dtype"]}
     args["bias"] = arena.place(torch.randn(FEATURES)) if rng.random() < 0.5 else None
     args |= {"needs_dx": rng.random() < 0.8, "recompute": rng.choice(("", "weight"))}
+    may_swizzle = layer["given"]["recipe"][:2] in ("mx", "nv")
+    args["swizzled"] = may_swizzle and rng.random() < 0.3
     suffix = "_delayed" if delayed else ""
     return op_call(f"linear_forward{suffix}", **args, **layer["given"])
 

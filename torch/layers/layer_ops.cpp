@@ -97,7 +97,7 @@ FourTensors linear_forward(const Tensor& x_codes, const Tensor& x_scale, const T
                            const std::optional<Tensor>& bias, const std::string& recipe,
                            at::ScalarType dtype, bool needs_dx, const std::string& recompute,
                            const std::optional<Tensor>& rng, const std::optional<Tensor>& history,
-                           std::int64_t stream) {
+                           std::int64_t stream, bool swizzled) {
   constexpr const char* kOp = "linear_forward";
   const PreparedRecipe& prepared = prepare(recipe);
   TORCH_CHECK_VALUE(records_recipe(prepared), kOp,
@@ -131,7 +131,8 @@ FourTensors linear_forward(const Tensor& x_codes, const Tensor& x_scale, const T
                             .out_dtype = dtype,
                             .k = weight.sym_size(1),
                             .saved = &saved,
-                            .returns_saved = true};
+                            .returns_saved = true,
+                            .returns_swizzled = swizzled};
   const bool casts_later = needs_dx && layers.recomputes_weights;
   Tensor y;
   if (weight.is_meta()) {  // whose engines another device may not have
@@ -226,10 +227,14 @@ std::vector<Tensor> record_forward(const ForwardPass& pass, const QuantizedOpera
     const Tensor& weight = layers.weights[i];
     const CastContext state = pass.state_of(i);
     const auto& op = layers.histories.empty() ? linear_forward_op : linear_forward_delayed_op;
-    auto [y, codes, scale, amax] =
-        op(x.codes, x.scale, or_empty(&x.amax, x.codes), x.decoded, weight, layers.bias_of(i),
-           pass.prepared.text, pass.dtype, pass.saved && pass.needs.dx,
-           saves_itself ? "weight" : "", or_none(state.rng), or_none(state.history), state.stream);
+    // Planned here: the op's meta kernel knows no device, and so no engine.
+    const bool swizzled = plan_cast(pass.prepared, weight, {kFpropW, false},
+                                    {kDgradW, pass.saved && pass.needs.dx && !saves_itself}, state)
+                              .options.swizzled_col;
+    auto [y, codes, scale, amax] = op(
+        x.codes, x.scale, or_empty(&x.amax, x.codes), x.decoded, weight, layers.bias_of(i),
+        pass.prepared.text, pass.dtype, pass.saved && pass.needs.dx, saves_itself ? "weight" : "",
+        or_none(state.rng), or_none(state.history), state.stream, swizzled);
     outputs.push_back(std::move(y));
     amax = or_undefined(amax);
     if (saves_itself)

@@ -88,14 +88,29 @@ PlannedProduct product_that_reads(const PreparedRecipe& recipe, Place place,
 // Returns the shape of the product that reads an operand of x, where its sizes are no symbols, with
 // one row of the result: an engine takes any number.
 std::optional<ProductShape> product_shape(const Spec& spec, const Tensor& x, Place place,
-                                          const std::array<SymInt, 2>& features) {
+                                          const std::array<SymInt, 2>& features,
+                                          at::ScalarType dtype) {
   const auto& [n, k] = features;
   const bool is_fprop = place == kFpropX || place == kFpropW;
   const auto to_n = (is_fprop ? n : k).maybe_as_int(),
              to_k = x.sym_size(kOperands[place].columnwise ? 0 : 1).maybe_as_int();
   if (!to_n || !to_k) return std::nullopt;
-  return ProductShape{
-      .m = 1, .n = *to_n, .k = spec.padded_cols(*to_k), .out_dtype = c10::ScalarType::Float};
+  return ProductShape{.m = 1, .n = *to_n, .k = spec.padded_cols(*to_k), .out_dtype = dtype};
+}
+
+// Returns whether the engine that reads an operand of x reads a form, and accepts the sizes.
+bool is_read_in(bool Engine::* form, at::ScalarType dtype, const PreparedRecipe& recipe,
+                const Tensor& x, Place place, const CastContext& state) {
+  const PlannedProduct product = product_that_reads(recipe, place, x.device());
+  if (!(product.engine.*form)) return false;
+  const auto shape = product_shape(recipe.specs[place], x, place, *state.features, dtype);
+  return shape && product.engine.takes(product.product, product.capability, *shape);
+}
+
+// Returns whether this process has an operand whole, and products of one matrix read its codes.
+bool is_of_one_matrix(const OperandUse& needed, const CastContext& state) {
+  return needed.is_needed && !needed.decoded && state.features && !state.sharding &&
+         !state.groups.table;
 }
 
 // Returns whether the cast writes an FP4 operand as FP8: where the product that follows reads FP8,
@@ -106,14 +121,21 @@ bool writes_fp8(const PreparedRecipe& recipe, const Tensor& x, const OperandUse&
   const Spec& spec = recipe.specs[needed.place];
   const bool is_saved = needed.place == kDgradW || recipe.keeps_codes(needed.place) ||
                         (needed.place == kWgradX && !needed.recomputed);
-  if (!needed.is_needed || needed.decoded || is_saved || !state.features || state.sharding ||
-      state.groups.table)
-    return false;
+  if (is_saved || !is_of_one_matrix(needed, state)) return false;
   if (spec.rule != ScaleRule::kNvfp4 || !spec.is_fp4_by_powers_of_two()) return false;
-  const PlannedProduct product = product_that_reads(recipe, needed.place, x.device());
-  if (!product.engine.reads_fp4_as_fp8) return false;
-  const auto shape = product_shape(spec, x, needed.place, *state.features);
-  return shape && product.engine.takes(product.product, product.capability, *shape);
+  return is_read_in(&Engine::reads_fp4_as_fp8, at::kFloat, recipe, x, needed.place, state);
+}
+
+// Returns whether the cast writes swizzled scales: where the product that reads the operand, now or
+// in backward, reads them. Dequantization does not; of what an op returns its caller decided.
+// Products that the engine leaves to the next one undo the layout.
+bool writes_swizzled(const PreparedRecipe& recipe, const Tensor& x, const OperandUse& needed,
+                     const CastContext& state) {
+  const Place place = needed.place;
+  const bool is_dequantized = recipe.keeps_codes(place) || recipe.specs[place].is_of_forward();
+  if (is_dequantized || !is_of_one_matrix(needed, state)) return false;
+  if (state.apart_col && kOperands[place].columnwise) return state.swizzled_apart;
+  return is_read_in(&Engine::reads_swizzled, at::kBFloat16, recipe, x, place, state);
 }
 
 // Casts x by an op for forward and an op for backward, so that a checkpoint computes the latter
@@ -241,6 +263,8 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const OperandU
       finds_amaxes_of_columns(recipe.specs[row.place], recipe.specs[col.place]);
   options.fp8_row = writes_fp8(recipe, x, row, state);
   options.fp8_col = writes_fp8(recipe, x, col, state);
+  options.swizzled_row = writes_swizzled(recipe, x, row, state);
+  options.swizzled_col = writes_swizzled(recipe, x, col, state);
   if (state.groups.table && options.rng && !row_text.empty()) options.row_ids = state.row_ids;
   if (cut && (!row_text.empty() || !col_text.empty() || state.casts_other_later)) {
     // Ranks exchange the amaxes of both directions at once.

@@ -85,7 +85,8 @@ struct CastContext {
   std::optional<Tensor> amax = {};
   std::optional<Tensor> amax_of_rowwise = {};  // of the rowwise operand, in the same way
   bool apart_col = false;  // whether an op returns the columnwise operand, as in QuantizeOptions
-  bool is_raised = false;  // whether the history has the amaxes of delayed operands already
+  bool swizzled_apart = false;  // whether its scales are swizzled
+  bool is_raised = false;       // whether the history has the amaxes of delayed operands already
   // Whether the other direction is cast in backward. Its operand then has the amax that this later
   // cast takes, where one read or one exchange among ranks finds both, and nothing else.
   bool casts_other_later = false;
@@ -109,7 +110,7 @@ void raise_histories(const PreparedRecipe& recipe, const OperandUse& row, const 
 
 // The specs of a cast of both directions, "" for one that is not cast, and its options. The recipe
 // must outlive it. FP4 is written as FP8 where one product alone reads the operand, right after the
-// cast, and as FP8.
+// cast, and as FP8; scales are swizzled where products alone read them, and swizzled.
 struct CastPlan {
   const std::string &row, &col;
   QuantizeOptions options;

@@ -132,6 +132,7 @@ CastContext ForwardPass::state_of(std::size_t i) const {
   CastContext state = state_of_weight(layers, i, layers.shards.sharding, layers.features_of(i));
   state.deferred_amaxes = deferred_amaxes;
   state.apart_col = returns_saved;
+  state.swizzled_apart = returns_swizzled;
   return state;
 }
 

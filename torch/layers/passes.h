@@ -29,6 +29,7 @@ struct ForwardPass {
   Tensor* keeps_amax = nullptr;
   // Whether an op returns what backward reads of the weight.
   bool returns_saved = false;
+  bool returns_swizzled = false;  // that with swizzled scales
 
   PlannedProduct fprop() const {
     return plan_product(prepared.recipe.fprop, prepared.fprop, layers.weights[0].device(),

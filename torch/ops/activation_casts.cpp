@@ -53,11 +53,13 @@ EightTensors quantize_activation_kernel(const Tensor& gate, const MaybeTensor& u
                                         const MaybeTensor& amax_col, const MaybeTensor& rng,
                                         std::int64_t stream_row, std::int64_t stream_col,
                                         c10::SymIntArrayRef origin, bool decoded_row,
-                                        bool decoded_col, bool fp8_row, bool fp8_col) {
+                                        bool decoded_col, bool fp8_row, bool fp8_col,
+                                        bool swizzled_row, bool swizzled_col) {
   constexpr const char* kOp = "quantize_activation";
   QuantizeOptions options = torch_ops::options_of(kOp, amax_row, amax_col, rng, stream_row,
                                                   stream_col, origin, decoded_row, decoded_col);
   options.fp8_row = fp8_row, options.fp8_col = fp8_col;
+  options.swizzled_row = swizzled_row, options.swizzled_col = swizzled_col;
   const ActivationArguments a = {.op = kOp, .gate = gate, .up = up, .activation = activation};
   return torch_ops::eight_tensors(cast_h(a, row, col, options, false));
 }
@@ -163,7 +165,10 @@ QuantizedGradients meta_gradients(const Tensor& dh, const ActivationArguments& a
 }
 
 // What a cast writes, which the op takes once for both gradients.
-auto forms_of(auto& o) { return std::tie(o.decoded_row, o.decoded_col, o.fp8_row, o.fp8_col); }
+auto forms_of(auto& o) {
+  return std::tie(o.decoded_row, o.decoded_col, o.fp8_row, o.fp8_col, o.swizzled_row,
+                  o.swizzled_col);
+}
 
 std::vector<Tensor> quantize_activation_backward_kernel(
     const Tensor& dh, const Tensor& gate, const MaybeTensor& up, const std::string& activation,
@@ -173,7 +178,8 @@ std::vector<Tensor> quantize_activation_backward_kernel(
     const MaybeTensor& gate_rng, const MaybeTensor& up_rng, const MaybeTensor& h_rng,
     std::int64_t gate_stream_row, std::int64_t gate_stream_col, std::int64_t up_stream_row,
     std::int64_t up_stream_col, std::int64_t h_stream, bool decoded_row, bool decoded_col,
-    bool decoded_h, bool fp8_row, bool fp8_col, bool fp8_h) {
+    bool decoded_h, bool fp8_row, bool fp8_col, bool fp8_h, bool swizzled_row, bool swizzled_col,
+    bool swizzled_h) {
   QuantizeOptions of_gate = {.amax_row = gate_amax_row,
                              .amax_col = gate_amax_col,
                              .rng = gate_rng,
@@ -184,15 +190,19 @@ std::vector<Tensor> quantize_activation_backward_kernel(
                            .rng = up_rng,
                            .stream_row = up_stream_row,
                            .stream_col = up_stream_col};
-  forms_of(of_gate) = forms_of(of_up) = std::tie(decoded_row, decoded_col, fp8_row, fp8_col);
+  forms_of(of_gate) = forms_of(of_up) =
+      std::tie(decoded_row, decoded_col, fp8_row, fp8_col, swizzled_row, swizzled_col);
   const QuantizeOptions of_h = {.amax_row = {},
                                 .amax_col = h_amax,
                                 .rng = h_rng,
                                 .stream_col = h_stream,
                                 .decoded_col = decoded_h,
-                                .fp8_col = fp8_h};
+                                .fp8_col = fp8_h,
+                                .swizzled_col = swizzled_h};
   TORCH_CHECK_VALUE(!fp8_h || !h_col.empty(), kBackward,
                     ": expected a spec of h, whose FP8 codes are asked for");
+  TORCH_CHECK_VALUE(!swizzled_h || !h_col.empty(), kBackward,
+                    ": expected a spec of h, whose swizzled scales are asked for");
   const ActivationArguments a = {.op = kBackward, .gate = gate, .up = up, .activation = activation};
   const GradientCasts casts = {row, col, h_col, of_gate, of_up, of_h};
   const QuantizedGradients out =
@@ -237,7 +247,8 @@ Directions quantize_activation(const ActivationArguments& of, const std::string&
   return both_of(quantize_activation_op(of.gate, of.up, of.activation, row, col, options.amax_row,
                                         options.amax_col, options.rng, options.stream_row,
                                         options.stream_col, options.origin, options.decoded_row,
-                                        options.decoded_col, options.fp8_row, options.fp8_col));
+                                        options.decoded_col, options.fp8_row, options.fp8_col,
+                                        options.swizzled_row, options.swizzled_col));
 }
 
 QuantizedGradients quantize_activation_backward(const Tensor& dh, const ActivationArguments& of,
@@ -249,12 +260,13 @@ QuantizedGradients quantize_activation_backward(const Tensor& dh, const Activati
                            or_null(h.rng)}))
     return cast_gradients(dh, of, casts, true);
   TORCH_CHECK_VALUE(!of.up || forms_of(gate) == forms_of(up), kBackward,
-                    ": expected values or FP8 codes of both gradients or of neither");
+                    ": expected the same forms of both gradients' operands");
   const std::vector<Tensor> list = quantize_activation_backward_op(
       dh, of.gate, of.up, of.activation, casts.row, casts.col, casts.h_col, gate.amax_row,
       gate.amax_col, up.amax_row, up.amax_col, h.amax_col, gate.rng, up.rng, h.rng, gate.stream_row,
       gate.stream_col, up.stream_row, up.stream_col, h.stream_col, gate.decoded_row,
-      gate.decoded_col, h.decoded_col, gate.fp8_row, gate.fp8_col, h.fp8_col);
+      gate.decoded_col, h.decoded_col, gate.fp8_row, gate.fp8_col, h.fp8_col, gate.swizzled_row,
+      gate.swizzled_col, h.swizzled_col);
   QuantizedGradients out;
   out.gate = {four_at(list, 0), four_at(list, 4)};
   if (of.up) out.up = {four_at(list, 8), four_at(list, 12)};

@@ -9,6 +9,7 @@
 #include <optional>
 
 #include "minifloat/core/groups.h"
+#include "minifloat/core/swizzle.h"
 #include "minifloat/spec.h"
 #include "ops/groups.h"
 
@@ -41,6 +42,13 @@ struct AsRead {
   Sizes<Int> scale(const Spec& spec) const {
     if (!spec.has_blocks()) return amax(spec);
     return shape({spec.scale_rows(rows), spec.scale_cols(cols)});
+  }
+  // Returns the shape of the same scales in the swizzled layout, which has one for each row: its
+  // tiles, and the bytes of one. A dimension more than other scales have tells them apart.
+  Sizes<Int> swizzled(const Spec& spec) const {
+    return shape({ceil_div<Int>(rows, Int(kSwizzleTileRows)),
+                  ceil_div<Int>(spec.scale_cols(cols), Int(kSwizzleTileCols)),
+                  Int(kSwizzleTileRows * kSwizzleTileCols)});
   }
   // Returns the shape of the scales of FP4 that is written as FP8: one a row, or a row of a group.
   Sizes<Int> row_scale() const {

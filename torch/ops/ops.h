@@ -51,6 +51,9 @@ struct QuantizeOptions {
   bool decoded_row = false, decoded_col = false;
   // Writes FP4 as fp4_as_fp8 does: float8_e4m3fn codes (…, rows, padded_cols), and row scales.
   bool fp8_row = false, fp8_col = false;
+  // Writes one-byte scales in core/swizzle.h's layout, zero padded: (…, tiles down, tiles across,
+  // 512), those of 2D blocks once for each row.
+  bool swizzled_row = false, swizzled_col = false;
   // Beside a rowwise direction alone, whose scale is a row's: also returns max |x| of each column,
   // as the amax of the absent columnwise direction.
   bool amaxes_of_columns = false;
@@ -108,5 +111,7 @@ Tensor inverse_hadamard(const Tensor& rows, std::int64_t points);
 // of (batch, rows, cols), (batch, bytes). groups, offs: as the op takes them.
 Tensor swizzle_scales(const Tensor& scale, const std::optional<Tensor>& offs = std::nullopt,
                       const std::string& groups = "");
+// Returns scales (rows, cols) from that layout, of one matrix without groups.
+Tensor unswizzle_scales(const Tensor& swizzled, const c10::SymInt& rows, const c10::SymInt& cols);
 
 }  // namespace minifloat::torch_ops

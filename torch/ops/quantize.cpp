@@ -35,7 +35,7 @@ struct DirectionArguments {
   std::optional<Spec> spec;                  // none: absent
   const std::optional<Tensor>& active_amax;  // none: computed from x
   std::int64_t stream;
-  bool decoded, as_fp8;
+  bool decoded, as_fp8, swizzled;
   // Whether the current amax of +delayed goes to a history, and where; else it is an output.
   bool raises_history = false;
   HistoryEntries history = {};
@@ -51,7 +51,7 @@ struct DirectionArguments {
   }
   template <class Int>
   Sizes<Int> scale_shape(const AsRead<Int>& read) const {
-    return as_fp8 ? read.row_scale() : read.scale(*spec);
+    return as_fp8 ? read.row_scale() : swizzled ? read.swizzled(*spec) : read.scale(*spec);
   }
 };
 
@@ -126,12 +126,12 @@ std::optional<Spec> spec_of(const std::string& text) {
 
 // amax: outlives the arguments
 DirectionArguments row_arguments(const std::string& text, const std::optional<Tensor>& amax,
-                                 const QuantizeOptions& options) {
-  return {false, spec_of(text), amax, options.stream_row, options.decoded_row, options.fp8_row};
+                                 const QuantizeOptions& o) {
+  return {false, spec_of(text), amax, o.stream_row, o.decoded_row, o.fp8_row, o.swizzled_row};
 }
 DirectionArguments col_arguments(const std::string& text, const std::optional<Tensor>& amax,
-                                 const QuantizeOptions& options) {
-  return {true, spec_of(text), amax, options.stream_col, options.decoded_col, options.fp8_col};
+                                 const QuantizeOptions& o) {
+  return {true, spec_of(text), amax, o.stream_col, o.decoded_col, o.fp8_col, o.swizzled_col};
 }
 
 // Scales a +delayed direction by the active amaxes of a row of a history, and raises its current
@@ -156,6 +156,15 @@ void check_is_written_as_fp8(const DirectionArguments& d) {
                     " or decoded values, got both");
 }
 
+void check_is_swizzled(const DirectionArguments& d, const torch_ops::Groups& groups) {
+  const bool has_bytes = d.spec && d.spec->has_blocks() && d.spec->scale_bytes() == 1;
+  TORCH_CHECK_VALUE(has_bytes && !d.as_fp8 && !groups.table,
+                    "quantize: expected swizzled scales of MX or NVFP4, without groups and codes "
+                    "as FP8, got ",
+                    d.spec ? d.spec->str() : "no spec", groups.table ? " with groups" : "",
+                    d.as_fp8 ? " as FP8" : "");
+}
+
 void check_direction(const Tensor& x, const DirectionArguments& d, const QuantizeOptions& shared) {
   if (d.spec && d.spec->stochastic)
     TORCH_CHECK_VALUE(shared.rng.has_value(), "quantize: ", d.spec->str(),
@@ -165,6 +174,7 @@ void check_direction(const Tensor& x, const DirectionArguments& d, const Quantiz
                     " has blocks of several rows, which the end of a group would cut; expected a "
                     "spec with blocks of one row for values in groups");
   if (d.as_fp8) check_is_written_as_fp8(d);
+  if (d.swizzled) check_is_swizzled(d, shared.groups);
   TORCH_CHECK_VALUE(!d.spec || !d.decoded || !d.spec->has_fp32_values(),
                     "quantize: expected decoded values that bf16 holds, got those of ",
                     d.spec->str(), ", which are fp32");
@@ -278,6 +288,7 @@ void fill_operand(OperandHolder& holder, const DirectionArguments& d, const Quan
   o.history = d.history;
   o.decoded = data_or_null<std::uint16_t>(out.decoded);
   o.as_fp8 = d.as_fp8;
+  o.swizzled = d.swizzled;
 }
 
 // Quantizes into the outputs of the directions that have a spec.
@@ -317,10 +328,12 @@ EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std:
                              const std::optional<Tensor>& groups, std::int64_t unit,
                              const std::optional<Tensor>& row_ids, std::int64_t first_expert,
                              const std::optional<Tensor>& rows_from, bool decoded_row,
-                             bool decoded_col, bool fp8_row, bool fp8_col, bool amaxes_of_columns) {
+                             bool decoded_col, bool fp8_row, bool fp8_col, bool swizzled_row,
+                             bool swizzled_col, bool amaxes_of_columns) {
   QuantizeOptions options = torch_ops::options_of("quantize", amax_row, amax_col, rng, stream_row,
                                                   stream_col, origin, decoded_row, decoded_col);
   options.fp8_row = fp8_row, options.fp8_col = fp8_col;
+  options.swizzled_row = swizzled_row, options.swizzled_col = swizzled_col;
   options.amaxes_of_columns = amaxes_of_columns;
   options.groups = {groups, unit, rows_from};
   options.row_ids = row_ids;
@@ -371,11 +384,12 @@ Directions quantize(const Tensor& x, const std::string& row, const std::string& 
                            options.history ? &options.history->history : nullptr}))
     return direct_quantize(x, row, col, options);
   if (options.history) return quantize_by_history(x, row, col, options);
-  return both_of(quantize_op(
-      x, row, col, options.amax_row, options.amax_col, options.rng, options.stream_row,
-      options.stream_col, options.origin, options.groups.table, options.groups.unit,
-      options.row_ids, options.first_expert, options.groups.rows_from, options.decoded_row,
-      options.decoded_col, options.fp8_row, options.fp8_col, options.amaxes_of_columns));
+  return both_of(
+      quantize_op(x, row, col, options.amax_row, options.amax_col, options.rng, options.stream_row,
+                  options.stream_col, options.origin, options.groups.table, options.groups.unit,
+                  options.row_ids, options.first_expert, options.groups.rows_from,
+                  options.decoded_row, options.decoded_col, options.fp8_row, options.fp8_col,
+                  options.swizzled_row, options.swizzled_col, options.amaxes_of_columns));
 }
 
 }  // namespace torch_ops

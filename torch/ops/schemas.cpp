@@ -26,7 +26,8 @@ TORCH_LIBRARY(minifloat, m) {
 
   // Values. x: (rows, cols) or (batch, rows, cols), fp32 or bf16, of column stride 1.
   // rows_from: the row of x of each row that is cast, int32 (rows), with groups. fp8: FP4 is
-  // written as fp4_as_fp8 returns it.
+  // written as fp4_as_fp8 returns it. swizzled: scales are as swizzle_scales returns them for each
+  // row, shaped (…, tiles down, tiles across, 512).
   m.def(
       "amax(Tensor x, str spec, bool columnwise=False, *, Tensor? rng=None, int stream=0, "
       "Tensor? groups=None, Tensor? rows_from=None) -> Tensor",
@@ -36,7 +37,8 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor? rng=None, int stream_row=0, int stream_col=0, SymInt[2] origin=0, "
       "Tensor? groups=None, int group_unit=0, Tensor? row_ids=None, int first_expert=0, "
       "Tensor? rows_from=None, bool decoded_row=False, bool decoded_col=False, "
-      "bool fp8_row=False, bool fp8_col=False, bool amaxes_of_columns=False) -> "
+      "bool fp8_row=False, bool fp8_col=False, bool swizzled_row=False, "
+      "bool swizzled_col=False, bool amaxes_of_columns=False) -> "
       "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
       "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
       tags);
@@ -167,20 +169,21 @@ TORCH_LIBRARY(minifloat, m) {
   // What torch.compile records of `linear` and mlp after the cast of x (layers/layer_ops.h). x: as
   // `quantize` returns it, rowwise. The results are y and W as backward reads it, empty where not;
   // then dx, dW and db, of those that are needed. saved: three tensors of x, then three of W.
+  // swizzled: the scales of that W are.
   for (const auto& [suffix, history] :
        {std::pair("", "Tensor? amax_history"), std::pair("_delayed", "Tensor(a!)? amax_history")}) {
-    const std::string state = std::string("Tensor? rng, ") + history + ", int stream) -> ";
+    const std::string state = std::string("Tensor? rng, ") + history + ", int stream";
     m.def((std::string("linear_forward") + suffix +
            "(Tensor x_codes, Tensor x_scale, Tensor x_amax, Tensor x_decoded, Tensor weight, "
            "Tensor? bias, str recipe, ScalarType dtype, bool needs_dx, str recompute, " +
-           state + "(Tensor y, Tensor codes, Tensor scale, Tensor amax)")
+           state + ", bool swizzled=False) -> (Tensor y, Tensor codes, Tensor scale, Tensor amax)")
               .c_str(),
           tags);
     m.def((std::string("linear_backward") + suffix +
            "(Tensor grad, Tensor[] saved, str recipe, bool[3] needed, SymInt k, "
            "ScalarType x_dtype, ScalarType product_dtype, ScalarType weight_dtype, "
            "ScalarType? bias_dtype, " +
-           state + "(Tensor dx, Tensor dw, Tensor db)")
+           state + ") -> (Tensor dx, Tensor dw, Tensor db)")
               .c_str(),
           tags);
   }
@@ -302,7 +305,8 @@ TORCH_LIBRARY(minifloat, m) {
       "quantize_activation(Tensor gate, Tensor? up, str activation, str row, str col, *, "
       "Tensor? amax_row=None, Tensor? amax_col=None, Tensor? rng=None, int stream_row=0, "
       "int stream_col=0, SymInt[2] origin=0, bool decoded_row=False, bool decoded_col=False, "
-      "bool fp8_row=False, bool fp8_col=False) -> "
+      "bool fp8_row=False, bool fp8_col=False, bool swizzled_row=False, "
+      "bool swizzled_col=False) -> "
       "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
       "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
       tags);
@@ -313,7 +317,8 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor? gate_rng=None, Tensor? up_rng=None, Tensor? h_rng=None, int gate_stream_row=0, "
       "int gate_stream_col=0, int up_stream_row=0, int up_stream_col=0, int h_stream=0, "
       "bool decoded_row=False, bool decoded_col=False, bool decoded_h=False, "
-      "bool fp8_row=False, bool fp8_col=False, bool fp8_h=False) -> Tensor[]",
+      "bool fp8_row=False, bool fp8_col=False, bool fp8_h=False, bool swizzled_row=False, "
+      "bool swizzled_col=False, bool swizzled_h=False) -> Tensor[]",
       tags);
   // dh becomes d_gate. amaxes: of d_gate and, with an up, of d_up, untransformed. h is cast
   // columnwise where h_col is a spec.

@@ -228,4 +228,8 @@ Tensor torch_ops::swizzle_scales(const Tensor& scale, const std::optional<Tensor
   return swizzle_op(scale, offs, groups);
 }
 
+Tensor torch_ops::unswizzle_scales(const Tensor& swizzled, const SymInt& rows, const SymInt& cols) {
+  return unswizzle_op(swizzled, rows, cols, std::nullopt, "");
+}
+
 }  // namespace minifloat

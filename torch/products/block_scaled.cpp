@@ -1,11 +1,13 @@
-// The engine for codes under block scales, on Blackwell: swizzles the scales and calls ATen's
-// block-scaled product. The op block_scaled_operand returns one operand of it. Not yet run on
-// hardware.
+// The engine for codes under block scales, on Blackwell: swizzles the scales that no cast wrote so,
+// and calls ATen's block-scaled product. The op block_scaled_operand returns one operand of it. Not
+// yet run on hardware.
 #include "products/block_scaled.h"
 
 #include <ATen/ATen.h>
 #include <ATen/BlasBackend.h>
 
+#include "minifloat/core/swizzle.h"
+#include "ops/as_read.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/op.h"
@@ -54,13 +56,10 @@ Tensor swizzle(const Spec& spec, const Tensor& scale, const Groups& groups) {
   return swizzle_scales(scale, ends.floor_divide(spec.block_cols), "k");
 }
 
-}  // namespace
-
-BlockScaledSide block_scaled_side(const Spec& spec, const Tensor& codes, const Tensor& scale,
-                                  const Tensor& factor, const Groups& groups) {
+// blocks: the scales in that layout
+BlockScaledSide side_of_blocks(const Spec& spec, const Tensor& codes, const Tensor& blocks,
+                               const Tensor& factor) {
   const bool is_mx = spec.rule == ScaleRule::kMx;
-  const Tensor bytes = scale.contiguous().view(at::kByte);
-  const Tensor blocks = swizzle(spec, scale_of_rows(spec, bytes, codes.sym_size(-2)), groups);
   BlockScaledSide side = {.codes = codes.view(code_type(spec)),
                           .scale = {blocks.view(is_mx ? at::kFloat8_e8m0fnu : at::kFloat8_e4m3fn)},
                           .scaling = {static_cast<std::int64_t>(
@@ -72,6 +71,21 @@ BlockScaledSide block_scaled_side(const Spec& spec, const Tensor& codes, const T
     side.swizzle.push_back(static_cast<std::int64_t>(SwizzleType::NO_SWIZZLE));
   }
   return side;
+}
+
+}  // namespace
+
+BlockScaledSide block_scaled_side(const Spec& spec, const Tensor& codes, const Tensor& scale,
+                                  const Tensor& factor, const Groups& groups) {
+  const Tensor bytes = scale.contiguous().view(at::kByte);
+  const Tensor blocks = swizzle(spec, scale_of_rows(spec, bytes, codes.sym_size(-2)), groups);
+  return side_of_blocks(spec, codes, blocks, factor);
+}
+
+BlockScaledSide block_scaled_side(const Spec& spec, const SwizzledCodes& in, const Tensor& factor) {
+  const Tensor blocks = in.scale.view(at::kByte).view_symint(
+      {in.scale.sym_size(0) * kSwizzleTileRows, in.scale.sym_size(1) * kSwizzleTileCols});
+  return side_of_blocks(spec, in.codes, blocks, factor);
 }
 
 namespace block_scaled {
@@ -99,10 +113,12 @@ bool takes(const Product& product, int, const ProductShape& shape) {
 }
 
 BlockScaledSide side_of(const Spec& spec, const ProductInput& input) {
-  const Codes& in = std::get<Codes>(input);
+  const InputTensors in = tensors_of(input);
   Tensor factor;
-  if (spec.has_tensor_amax()) factor = tensor_factor_of(spec, in.scale, in.amax);
-  return block_scaled_side(spec, in.codes, in.scale, factor);
+  if (spec.has_tensor_amax()) factor = tensor_factor_of(spec, *in.scale, *in.amax);
+  if (const auto* swizzled = std::get_if<SwizzledCodes>(&input))
+    return block_scaled_side(spec, *swizzled, factor);
+  return block_scaled_side(spec, *in.elements, *in.scale, factor);
 }
 
 Tensor multiply(const ProductCall& call) {
@@ -119,6 +135,7 @@ constinit const Engine kBlockScaled = {.name = "block_scaled",
                                        .does = "a GEMM of codes under block scales",
                                        .supports = block_scaled::supports,
                                        .takes = block_scaled::takes,
+                                       .reads_swizzled = true,
                                        .multiply = block_scaled::multiply};
 
 }  // namespace torch_ops
@@ -143,12 +160,16 @@ const Spec& check_operand(const Tensor& codes, const Tensor& scale, const Tensor
                     "block_scaled_operand: expected uint8 codes (rows, ", spec.code_cols(cols),
                     ") for ", cols, " columns under ", spec.str(), ", got ", codes.scalar_type(),
                     " ", codes.sym_sizes());
-  TORCH_CHECK_VALUE(scale.dim() == 2 && is_scale_dtype(scale.scalar_type(), spec) &&
-                        scale.sym_size(0) == spec.scale_rows(codes.sym_size(0)) &&
-                        scale.sym_size(1) == spec.scale_cols(cols),
-                    "block_scaled_operand: expected one-byte scales (",
-                    spec.scale_rows(codes.sym_size(0)), ", ", spec.scale_cols(cols), ") under ",
-                    spec.str(), ", got ", scale.scalar_type(), " ", scale.sym_sizes());
+  const torch_ops::AsRead<c10::SymInt> read = {
+      .batch = {}, .groups = {}, .rows = codes.sym_size(0), .cols = cols, .columnwise = false};
+  const auto row_major = read.scale(spec), swizzled = read.swizzled(spec);
+  TORCH_CHECK_VALUE(is_scale_dtype(scale.scalar_type(), spec) &&
+                        (scale.sym_sizes().equals(c10::SymIntArrayRef(row_major)) ||
+                         scale.sym_sizes().equals(c10::SymIntArrayRef(swizzled))),
+                    "block_scaled_operand: expected one-byte scales ",
+                    c10::SymIntArrayRef(row_major), ", or swizzled ones ",
+                    c10::SymIntArrayRef(swizzled), ", under ", spec.str(), ", got ",
+                    scale.scalar_type(), " ", scale.sym_sizes());
   torch_ops::check_tensor_factor(kOp, "the operand", spec, scale, amax);
   bridge::check_same_device(kOp, "scale", scale, codes);
   bridge::check_same_device(kOp, "amax", amax, codes);
@@ -156,6 +177,7 @@ const Spec& check_operand(const Tensor& codes, const Tensor& scale, const Tensor
 }
 
 Parts as_parts(torch_ops::BlockScaledSide side) {
+  side.scale[0] = side.scale[0].clone();  // it may be the op's argument
   return {side.codes.clone(), std::move(side.scale), std::move(side.scaling),
           std::move(side.swizzle)};
 }
@@ -170,6 +192,8 @@ Parts block_scaled_operand_kernel(const Tensor& codes, const Tensor& scale, cons
     if (!is_meta) bridge::check_memory("block_scaled_operand", "codes, scale and amax", *t);
   const at::AutoDispatchBelowADInplaceOrView below;
   if (!is_meta && spec.has_tensor_amax()) factor = torch_ops::tensor_factor_of(spec, scale, amax);
+  if (scale.dim() == 3)
+    return as_parts(torch_ops::block_scaled_side(spec, {codes, scale.contiguous(), amax}, factor));
   return as_parts(torch_ops::block_scaled_side(spec, codes, scale, factor));
 }
 

@@ -10,10 +10,9 @@
 
 #include "minifloat/spec.h"
 #include "ops/groups.h"
+#include "products/inputs.h"
 
 namespace minifloat::torch_ops {
-
-using at::Tensor;
 
 // One operand of a block-scaled product.
 struct BlockScaledSide {
@@ -30,5 +29,7 @@ struct BlockScaledSide {
 // `quantize` returns it; factor: the tensor scale of NVFP4; groups: of the rows or columns.
 BlockScaledSide block_scaled_side(const Spec& spec, const Tensor& codes, const Tensor& scale,
                                   const Tensor& factor, const Groups& groups = {});
+// The same of scales that a cast wrote in this form: nothing is launched.
+BlockScaledSide block_scaled_side(const Spec& spec, const SwizzledCodes& in, const Tensor& factor);
 
 }  // namespace minifloat::torch_ops

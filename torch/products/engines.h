@@ -82,6 +82,8 @@ struct Engine {
   bool reads_values = false;
   // Whether the engine reads FP4 codes as FP8 (Fp4AsFp8), and so as a cast may write them.
   bool reads_fp4_as_fp8 = false;
+  // Whether the engine reads swizzled scales (SwizzledCodes), and so as a cast may write them.
+  bool reads_swizzled = false;
   // Returns codes in the form that the engine reads, for an operand of several products. Null: the
   // engine reads the output of a cast.
   ProductInput (*prepare)(const Spec& spec, const Codes& codes, const c10::SymInt& cols) = nullptr;

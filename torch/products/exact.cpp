@@ -32,6 +32,7 @@ ExactSide exact_side(const Spec& spec, const ProductInput& input, std::int64_t k
     ExactSide operator()(const Codes& in) const {
       return side_of(spec, decoded_of(spec, in, k, groups));
     }
+    ExactSide operator()(const SwizzledCodes& in) const { return (*this)(as_codes(spec, in, k)); }
     ExactSide operator()(const Decoded& in) const { return side_of(spec, in); }
     ExactSide operator()(const Fp4AsFp8& in) const {
       return {in.codes.to(at::kBFloat16), {}, in.row_scale};

@@ -19,6 +19,8 @@ Tensor fp8_view(const Fp8Side& side) {
 Fp4AsFp8 as_fp8(const Spec& spec, const ProductInput& input, const c10::SymInt& cols,
                 const Groups& groups) {
   if (const auto* fp8 = std::get_if<Fp4AsFp8>(&input)) return *fp8;
+  if (const auto* swizzled = std::get_if<SwizzledCodes>(&input))
+    return as_fp8(spec, as_codes(spec, *swizzled, cols), cols, groups);
   const Codes& in = std::get<Codes>(input);
   auto [codes, row_scale] = fp4_as_fp8(in.codes, in.scale, in.amax, spec, cols, groups);
   return {std::move(codes), std::move(row_scale), in.amax};

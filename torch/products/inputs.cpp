@@ -2,7 +2,10 @@
 
 #include <ATen/ATen.h>
 
+#include "minifloat/core/swizzle.h"
+#include "ops/as_read.h"
 #include "ops/bridge.h"
+#include "ops/ops.h"
 #include "ops/outputs.h"
 #include "products/tensor_factor.h"
 
@@ -37,8 +40,23 @@ SymInt scale_count(const Spec& spec, const Tensor& codes, const SymInt& rows,
   return spec.has_row_amax() ? rows : parts;
 }
 
+void check_swizzled(const char* name, const Spec& spec, const Tensor& scale, const SymInt& rows,
+                    const InputSizes& sizes) {
+  const auto shape =
+      AsRead<SymInt>{.batch = {}, .groups = {}, .rows = rows, .cols = sizes.k, .columnwise = false}
+          .swizzled(spec);
+  const bool is_right = spec.has_blocks() && spec.scale_bytes() == 1 && !sizes.matrices &&
+                        !sizes.groups && is_scale_dtype(scale.scalar_type(), spec) &&
+                        scale.is_contiguous();
+  TORCH_CHECK_VALUE(is_right && scale.sym_sizes().equals(c10::SymIntArrayRef(shape)),
+                    "scaled_mm: expected swizzled scales ", c10::SymIntArrayRef(shape), " of ",
+                    name, " under ", spec.str(), ", which MX and NVFP4 have without groups, got ",
+                    scale.scalar_type(), " ", scale.sym_sizes());
+}
+
 bool is_form_of(const Spec& spec, const ProductInput& input, at::ScalarType dtype) {
-  if (std::holds_alternative<Codes>(input)) return dtype == at::kByte;
+  if (std::holds_alternative<Codes>(input) || std::holds_alternative<SwizzledCodes>(input))
+    return dtype == at::kByte;
   if (std::holds_alternative<Decoded>(input))
     return dtype == (spec.has_fp32_values() ? at::kFloat : at::kBFloat16);
   return dtype == at::kFloat8_e4m3fn && spec.is_fp4_by_powers_of_two();
@@ -50,6 +68,7 @@ InputTensors tensors_of(const ProductInput& input) {
   struct Visitor {
     InputTensors operator()(const Values& v) { return {&v.values, nullptr, nullptr}; }
     InputTensors operator()(const Codes& c) { return {&c.codes, &c.scale, &c.amax}; }
+    InputTensors operator()(const SwizzledCodes& c) { return {&c.codes, &c.scale, &c.amax}; }
     InputTensors operator()(const Decoded& d) { return {&d.values, &d.scale, &d.amax}; }
     InputTensors operator()(const Fp4AsFp8& f) { return {&f.codes, &f.row_scale, &f.amax}; }
   };
@@ -60,10 +79,19 @@ ProductInput input_of(const Spec& spec, const Tensor& elements, const Tensor& sc
                       const Tensor& amax) {
   if (spec.is_bf16()) return Values{elements};
   switch (elements.scalar_type()) {
-    case at::kByte: return Codes{elements, scale, amax};
+    case at::kByte: return cast_input(spec, elements, scale, amax);
     case at::kFloat8_e4m3fn: return Fp4AsFp8{elements, scale, amax};
     default: return Decoded{elements, scale, amax};
   }
+}
+
+Codes as_codes(const Spec& spec, const SwizzledCodes& in, const SymInt& cols) {
+  const SymInt &down = in.scale.sym_size(0), &across = in.scale.sym_size(1);
+  const Tensor scale = unswizzle_scales(
+      in.scale.reshape_symint({down * kSwizzleTileRows, across * kSwizzleTileCols}),
+      in.codes.sym_size(0), spec.scale_cols(cols));
+  if (spec.block_rows == 1) return {in.codes, scale, in.amax};
+  return {in.codes, scale.slice(0, 0, std::nullopt, spec.block_rows).contiguous(), in.amax};
 }
 
 void check_input(const char* name, const Spec& spec, const ProductInput& input,
@@ -83,7 +111,8 @@ void check_input(const char* name, const Spec& spec, const ProductInput& input,
                     spec.has_fp32_values() ? at::kFloat : at::kBFloat16, " values for ", spec.str(),
                     ", got ", dtype);
   bridge::check_sizes("scaled_mm", name, *elements);
-  const bool is_packed = std::holds_alternative<Codes>(input);
+  const bool is_swizzled = std::holds_alternative<SwizzledCodes>(input);
+  const bool is_packed = std::holds_alternative<Codes>(input) || is_swizzled;
   const SymInt& k = spec.is_bf16() ? sizes.values_k : sizes.k;
   const SymInt length = is_packed ? spec.code_cols(k) : spec.padded_cols(k);
   TORCH_CHECK_VALUE(elements->sym_size(-1) == length, "scaled_mm: expected ", name, " of ", length,
@@ -93,7 +122,9 @@ void check_input(const char* name, const Spec& spec, const ProductInput& input,
   const SymInt of_matrices = elements->sym_size(-2) * sizes.matrices.value_or(SymInt(1));
   const SymInt rows =
       sizes.is_along_contraction ? of_matrices * sizes.groups.value_or(SymInt(1)) : of_matrices;
-  if (is_packed)
+  if (is_swizzled)
+    check_swizzled(name, spec, *scale, elements->sym_size(-2), sizes);
+  else if (is_packed)
     check_scale(name, spec, *scale, is_scale_dtype(scale->scalar_type(), spec),
                 scale_count(spec, *elements, rows, sizes), " scales of ", scale_dtype(spec));
   else if (std::holds_alternative<Fp4AsFp8>(input) || (has_row_factors(spec) && !spec.has_blocks()))

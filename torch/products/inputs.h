@@ -1,4 +1,4 @@
-// The operands of a product, each in one of four forms. Each form is a type, so that no engine
+// The operands of a product, each in one of five forms. Each form is a type, so that no engine
 // infers the form from a dtype.
 #pragma once
 
@@ -25,6 +25,13 @@ struct Codes {
   Tensor amax;   // fp32; undefined where the spec has none
 };
 
+// The output of a cast that wrote swizzled scales (core/swizzle.h), of one matrix.
+struct SwizzledCodes {
+  Tensor codes;  // as in Codes
+  Tensor scale;  // one byte for each block of each row: (tiles down, tiles across, 512)
+  Tensor amax;   // as in Codes
+};
+
 // Codes times block scales, as the exact product reads them.
 struct Decoded {
   Tensor values;  // bf16, or fp32 under Spec::has_fp32_values, (rows, padded_cols)
@@ -39,7 +46,7 @@ struct Fp4AsFp8 {
   Tensor amax;       // as in Codes; row_scale includes its factor
 };
 
-using ProductInput = std::variant<Values, Codes, Decoded, Fp4AsFp8>;
+using ProductInput = std::variant<Values, Codes, SwizzledCodes, Decoded, Fp4AsFp8>;
 
 // The tensors of an operand in the schema of scaled_mm, in the schema's order. Null: the form has
 // no such tensor.
@@ -48,15 +55,22 @@ struct InputTensors {
 };
 InputTensors tensors_of(const ProductInput& input);
 
-// Returns the output of a cast as an input: Codes, or Values where the spec is bf16.
+// Returns the output of a cast as an input: Values where the spec is bf16, else codes, whose
+// swizzled scales have a dimension more.
 inline ProductInput cast_input(const Spec& spec, const Tensor& codes, const Tensor& scale,
                                const Tensor& amax) {
   if (spec.is_bf16()) return Values{codes};
+  if (codes.defined() && scale.defined() && scale.dim() == codes.dim() + 1)
+    return SwizzledCodes{codes, scale, amax};
   return Codes{codes, scale, amax};
 }
 
+// Returns swizzled scales row-major, as other casts write them.   cols: of the operand
+Codes as_codes(const Spec& spec, const SwizzledCodes& in, const c10::SymInt& cols);
+
 // Returns the operand of three tensors of an op. The schemas of scaled_mm and linear name no form,
-// so this function alone tells the forms apart by dtype. check_input raises for a dtype of no form.
+// so this function alone tells the forms apart, by dtype and dimensions. check_input raises for a
+// dtype of no form.
 ProductInput input_of(const Spec& spec, const Tensor& elements, const Tensor& scale,
                       const Tensor& amax);
 

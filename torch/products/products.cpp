@@ -25,7 +25,8 @@ bool is_aligned(const ProductInput& input) {
 }
 
 bool has_codes(const ProductInput& input) {
-  return (std::holds_alternative<Codes>(input) || std::holds_alternative<Fp4AsFp8>(input)) &&
+  return (std::holds_alternative<Codes>(input) || std::holds_alternative<SwizzledCodes>(input) ||
+          std::holds_alternative<Fp4AsFp8>(input)) &&
          is_aligned(input);
 }
 

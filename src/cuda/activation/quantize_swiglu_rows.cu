@@ -32,7 +32,8 @@ __device__ __forceinline__ Vec16<Bf16> compute_vec(const SwiGluRun& run, std::ui
   return vec;
 }
 
-template <class C>
+// kSwizzled: scales may be swizzled, whose indices take more registers
+template <class C, bool kSwizzled>
 __global__ void __launch_bounds__(kThreads, C::kStochastic ? 4 : 5)
     quantize_swiglu_runs(const __grid_constant__ SwiGluRun all,
                          const __grid_constant__ KernelOperand plan,
@@ -56,8 +57,9 @@ __global__ void __launch_bounds__(kThreads, C::kStochastic ? 4 : 5)
     const Vec16<Bf16> vec = compute_vec(run, u);
     std::uint32_t own = part;
     if (is_mixed) own = parts.at(run.vecs_of_row.divide(min(u, run.count - 1)));
-    cast_preset_vec<C, true>(run, plan, whole, scale_of_whole<C>(plan, whole, own), vec, u,
-                             plan.codes + std::uint64_t{u} * kVecBytes<typename C::F>);
+    cast_preset_vec<C, true, kSwizzled>(run, plan, whole, scale_of_whole<C>(plan, whole, own), vec,
+                                        u,
+                                        plan.codes + std::uint64_t{u} * kVecBytes<typename C::F>);
     if constexpr (kFindsCurrentAmax<C>) {
       if (!plan.current_amax || u >= run.count) continue;
       if (is_mixed)
@@ -69,12 +71,12 @@ __global__ void __launch_bounds__(kThreads, C::kStochastic ? 4 : 5)
   if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, part, largest);
 }
 
-template <class C>
+template <class C, bool kSwizzled>
 void launch(const SwiGluArgs& of, const QuantizeArgs& args, const Execution& execution) {
   static_assert(!(kIsShared<C> && kHasTensorScale<C>), "a run may lie in parts of other scales");
   const SwiGluRun run = {run_of(args), of};
   const unsigned grid = grid_of(ceil_div<std::int64_t>(run.count, kRun), "quantize_swiglu");
-  quantize_swiglu_runs<C>
+  quantize_swiglu_runs<C, kSwizzled>
       <<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row, parts_of(args));
   check_launch("quantize_swiglu");
 }
@@ -83,8 +85,9 @@ void launch(const SwiGluArgs& of, const QuantizeArgs& args, const Execution& exe
 
 LaunchSwiGluCast find_swiglu_rows(const QuantizeArgs& args) {
   if (!is_run(args)) return nullptr;
-  return find_preset<kSwiGluRowsWalk>(
-      args, [&]<class C, class>() -> LaunchSwiGluCast { return launch<C>; });
+  return find_preset<kSwiGluRowsWalk>(args, [&]<class C, class>() -> LaunchSwiGluCast {
+    return args.row.swizzled ? launch<C, C::kMaySwizzle> : launch<C, false>;
+  });
 }
 
 }  // namespace minifloat::cuda

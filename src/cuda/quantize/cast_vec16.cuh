@@ -15,6 +15,7 @@
 #include "cuda/codec/scale.cuh"
 #include "cuda/common/groups.cuh"
 #include "cuda/common/tile.cuh"
+#include "minifloat/core/swizzle.h"
 #include "minifloat/quantize.h"
 
 namespace minifloat::cuda {
@@ -35,6 +36,7 @@ struct KernelOperand {
   bool delayed;
   bool aligned;     // rows of codes start at multiples of a vec16's bytes
   bool has_gaps;    // rows of codes, and of scales, lie apart: code_pitch and scale_cols
+  bool swizzled;    // scales are stored as core/swizzle.h lays them out
   bool stochastic;  // codes are
   int points;       // of the transform; 0: there is none
   int height_log2;  // of a block; 0 for tensors and rows
@@ -129,6 +131,13 @@ __device__ __forceinline__ void store_codes(const KernelOperand& plan, const Win
   }
 }
 
+// Returns the index of a swizzled scale. Where matrices have whole tiles of rows, those of a batch
+// lie as the rows of one.   col, cols: of blocks
+__device__ __forceinline__ std::uint64_t swizzled_index(std::uint32_t row, std::uint32_t col,
+                                                        std::uint32_t cols) {
+  return static_cast<std::uint64_t>(swizzled_offset(row, col, cols));
+}
+
 // Stores the scale of block i of the operand.
 __device__ __forceinline__ void store_scale_at(const KernelOperand& plan, ScaleRule rule,
                                                const BlockScale& block, std::uint64_t i) {
@@ -140,9 +149,14 @@ __device__ __forceinline__ void store_scale_at(const KernelOperand& plan, ScaleR
 __device__ __forceinline__ void store_scale(const KernelOperand& plan, const Window& window,
                                             const BlockScale& block, const Place& at) {
   const std::uint32_t col = (window.first_col + at.col) / kVec;
-  const bool is_first =
-      (at.row & ((1u << plan.height_log2) - 1)) == 0 && (col & ((1u << plan.vecs_log2) - 1)) == 0;
-  if (!is_first) return;
+  if ((col & ((1u << plan.vecs_log2) - 1)) != 0) return;
+  if (plan.swizzled) {
+    const auto of_matrix = static_cast<std::uint64_t>(swizzled_size(plan.rows, plan.scale_cols));
+    return store_scale_at(
+        plan, plan.rule, block,
+        at.batch * of_matrix + swizzled_index(at.row, col >> plan.vecs_log2, plan.scale_cols));
+  }
+  if ((at.row & ((1u << plan.height_log2) - 1)) != 0) return;
   const std::uint64_t row = plan.height_log2 == 0 ? at.line
                                                   : std::uint64_t{at.batch} * plan.scale_rows +
                                                         (at.row >> plan.height_log2);

@@ -32,6 +32,16 @@ bool preset_writes(const Spec& spec, const KernelOperand& plan) {
          reinterpret_cast<std::uintptr_t>(plan.decoded) % 16 == 0;
 }
 
+// Clears swizzled scales where the layout has room for more than there are.
+void clear_padding(const KernelOperand& plan, std::int64_t batch, const Execution& execution) {
+  if (!plan.swizzled) return;
+  const std::int64_t bytes = swizzled_size(plan.rows, plan.scale_cols);
+  if (bytes == std::int64_t{plan.rows} * plan.scale_cols) return;
+  check(cudaMemsetAsync(plan.scale, 0, static_cast<std::size_t>(batch * bytes),
+                        cuda_stream(execution)),
+        "quantize");
+}
+
 // Leaves the amax of a direction to the cast. Returns false where the cast cannot find it.
 bool leave_amax_to_cast(PlannedOperand& d, bool is_alone) {
   if (!d.needs_amax()) return true;
@@ -77,6 +87,7 @@ KernelOperand PlannedOperand::kernel_operand(const TensorRef& x) const {
   plan.rows = size(rows);
   plan.padded = size(spec.padded_cols(cols));
   plan.has_gaps = operand.row_bytes > 0;
+  plan.swizzled = operand.swizzled;
   plan.code_pitch = size(plan.has_gaps ? operand.row_bytes : spec.code_cols(cols));
   plan.scale_rows = spec.has_blocks() ? size(spec.scale_rows(rows)) : 0;
   plan.scale_cols = spec.has_blocks() ? size(spec.scale_cols(cols)) : 0;
@@ -207,6 +218,8 @@ void PlannedCast::find_amaxes(std::byte* scratch, const Execution& execution) {
   if (reads_columns) cuda::amax(x, {args.row_spec, true}, args.amaxes_of_columns, execution);
   row.clear(execution);
   col.clear(execution);
+  clear_padding(args.row, x.batch, execution);
+  clear_padding(args.col, x.batch, execution);
   if (row.amax_from == AmaxFrom::kRead || col.amax_from == AmaxFrom::kRead) read_amaxes(execution);
 }
 

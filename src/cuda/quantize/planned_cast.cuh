@@ -102,8 +102,8 @@ struct PlannedCast {
   // Leaves the amaxes to a preset kernel, which may compute the values that it casts. Returns false
   // where the kernel cannot find one that the scales need, or its conditions do not hold.
   bool leave_amaxes_to_cast();
-  // Finds the amaxes that are wanted before the cast, and completes `args`.   scratch: of
-  // scratch_bytes(), which casts of computed values do not need
+  // Finds the amaxes that are wanted before the cast, completes `args`, and clears the padding of
+  // swizzled scales.   scratch: of scratch_bytes(), which casts of computed values do not need
   void find_amaxes(std::byte* scratch, const Execution& execution);
   std::size_t scratch_bytes() const;
   // Finds the amaxes, and launches the kernels.

@@ -19,6 +19,8 @@ struct PresetCast : Cast<Format, reads_values(Rounding)> {
   static constexpr bool kDraws = kStochastic || kIsEden;  // random bits
   static constexpr bool kBlocks = Rule != ScaleRule::kTensor && Rule != ScaleRule::kRow;
   static constexpr bool kIsBlock2d = Block2d;
+  // Whether scales may be stored swizzled.
+  static constexpr bool kMaySwizzle = Rule == ScaleRule::kNvfp4 || Rule == ScaleRule::kMx;
   // The log2 of a block's row, in vec16s, and of its height.
   static constexpr int kVecsLog2 = Rule == ScaleRule::kNvfp4 ? 0 : Rule == ScaleRule::kMx ? 1 : 3;
   static constexpr int kHeightLog2 = Block2d ? kVecsLog2 + 4 : 0;

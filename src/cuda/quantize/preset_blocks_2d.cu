@@ -63,6 +63,25 @@ __device__ __forceinline__ BlockScale choose_scale(const MatrixScale& matrix,
   return decision.takes_second ? scales.second : scales.first;
 }
 
+// A block, and the first of its rows that the lane stores the scales of where they are swizzled.
+struct BlockPlace {
+  std::uint32_t batch, row, col, of_lane;
+};
+// Stores the scale of a block: once, or swizzled for each row of it.
+__device__ __forceinline__ void store_scales(const KernelOperand& plan, const BlockScale& block,
+                                             const BlockPlace& at) {
+  if (plan.swizzled) {
+    const std::uint32_t line = at.batch * plan.rows + at.row * kVec + at.of_lane;
+#pragma unroll 1
+    for (std::uint32_t i = 0; i < kRowsOfThread; ++i)
+      store_scale_at(plan, ScaleRule::kNvfp4, block,
+                     swizzled_index(line + i, at.col, plan.scale_cols));
+  } else if (at.of_lane == 0) {
+    store_scale_at(plan, ScaleRule::kNvfp4, block,
+                   (std::uint64_t{at.batch} * plan.scale_rows + at.row) * plan.scale_cols + at.col);
+  }
+}
+
 template <class C>
 __global__ void __launch_bounds__(kThreads, 4)
     quantize_whole_blocks_2d(const __grid_constant__ KernelInput x,
@@ -110,12 +129,9 @@ __global__ void __launch_bounds__(kThreads, 4)
     block = block_scale<E2M1>(C::kRule, C::kRounding, whole.scale, amax);
   const std::uint32_t block_row = tile.row / kVec + threadIdx.x / 32,
                       block_col = tile.col / kVec + vec_col;
-  if (threadIdx.x % 32 < kVecColumns) {
-    const std::uint64_t first_row = std::uint64_t{tile.batch} * row.scale_rows + block_row,
-                        first_col = std::uint64_t{tile.batch} * col.scale_rows + block_col;
-    store_scale_at(row, C::kRule, block, first_row * row.scale_cols + block_col);
-    store_scale_at(col, C::kRule, block, first_col * col.scale_cols + block_row);
-  }
+  const std::uint32_t of_lane = threadIdx.x % 32 / kVecColumns * kRowsOfThread;  // of the block
+  store_scales(row, block, {tile.batch, block_row, block_col, of_lane});
+  store_scales(col, block, {tile.batch, block_col, block_row, of_lane});
 
   // ---- Rowwise
   const std::uint64_t first = std::uint64_t{tile.batch} * row.rows + tile.row + tile_row;

@@ -160,8 +160,13 @@ __global__ void __launch_bounds__(kThreads, 3)
       flip_by_pairs(x[b], flips[b]);
     }
     const CastBlocks blocks = cast_blocks(whole.scale, x[0], x[1], draws.of_transform(i));
-    if (u < run.count)
-      store_blocks(plan, blocks, plan.codes + std::uint64_t{u} * Eden::kCodeBytes, u, u);
+    if (u >= run.count) continue;
+    std::uint64_t scale = u;
+    if (plan.swizzled) {
+      const std::uint32_t row_of_u = run.vecs_of_row.divide(u);
+      scale = swizzled_index(row_of_u, u - row_of_u * run.vecs_of_row.d, plan.scale_cols);
+    }
+    store_blocks(plan, blocks, plan.codes + std::uint64_t{u} * Eden::kCodeBytes, scale, u);
   }
 }
 
@@ -213,7 +218,9 @@ __global__ void __launch_bounds__(kThreads, 4)
                                           ColumnOfPairs<true>{both}, draws.of_transform(i));
     const std::uint64_t row = line + i * kStep;
     store_blocks(plan, blocks, plan.codes + row * plan.code_pitch + col * Eden::kCodeBytes,
-                 row * plan.scale_cols + col, row * (plan.padded / kVec) + col);
+                 plan.swizzled ? swizzled_index(line + i * kStep, col, plan.scale_cols)
+                               : row * plan.scale_cols + col,
+                 row * (plan.padded / kVec) + col);
   }
 }
 

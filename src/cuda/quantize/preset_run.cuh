@@ -36,8 +36,9 @@ __device__ __forceinline__ Vec16<Bf16> load_vec(const VecRun& run, std::uint32_t
   return vec;
 }
 
-// Casts vec16 u.   to: its codes; kHasIds: rows may have numbers of their own in the random counter
-template <class C, bool kHasIds>
+// Casts vec16 u.   to: its codes; kHasIds: rows may have numbers of their own in the random
+// counter; kMaySwizzle: scales may be swizzled
+template <class C, bool kHasIds, bool kMaySwizzle = C::kMaySwizzle>
 __device__ __forceinline__ void cast_preset_vec(const VecRun& run, const KernelOperand& plan,
                                                 const Whole& whole, const MatrixScale& scale,
                                                 const Vec16<Bf16>& vec, std::uint32_t u,
@@ -47,7 +48,15 @@ __device__ __forceinline__ void cast_preset_vec(const VecRun& run, const KernelO
   if (u >= run.count) return;  // its lane took part in the exchange
   const BlockScale block = scale_of_vec<C>(C::kRule, C::kRounding, scale, amax, transformed.vec);
   if constexpr (C::kBlocks && !C::kAsFp8)
-    if (u % (1 << C::kVecsLog2) == 0) store_scale_at(plan, C::kRule, block, u >> C::kVecsLog2);
+    if (u % (1 << C::kVecsLog2) == 0) {
+      if (kMaySwizzle && plan.swizzled) {
+        const std::uint32_t row = run.vecs_of_row.divide(u);
+        const std::uint32_t col = (u - row * run.vecs_of_row.d) >> C::kVecsLog2;
+        store_scale_at(plan, C::kRule, block, swizzled_index(row, col, plan.scale_cols));
+      } else {
+        store_scale_at(plan, C::kRule, block, u >> C::kVecsLog2);
+      }
+    }
   float row_factor = 1.0f;
   if constexpr (C::kAsFp8) {
     const std::uint32_t row = run.vecs_of_row.divide(u);
@@ -112,13 +121,15 @@ inline VecRun run_of(const QuantizeArgs& args) {
           args.x.row_stride / (kVec / 2),
           args.x.last_row};
 }
-// Returns whether the rows of x are a run of whole blocks.
+// Returns whether the rows of x are a run of whole blocks, and their scales those of one matrix.
 inline bool is_run(const QuantizeArgs& args) {
   const KernelInput& x = args.x;
   const std::int64_t block = std::max({args.row_spec.block_cols, args.row_spec.transform, kVec});
   const bool has_gaps = !x.rows_from && ((x.rows > 1 && x.row_stride != x.cols) ||
                                          (args.batch > 1 && x.batch_stride != x.rows * x.cols));
-  return !has_gaps && !args.row.has_gaps && x.cols % block == 0 && args.row.height_log2 == 0 &&
+  const bool pads_matrices = args.row.swizzled && args.batch > 1 && x.rows % kSwizzleTileRows != 0;
+  return !has_gaps && !pads_matrices && !args.row.has_gaps && x.cols % block == 0 &&
+         args.row.height_log2 == 0 &&
          args.batch * x.rows * x.cols / kVec < (std::int64_t{1} << 31) - kThreads * kVecsOfRows;
 }
 

@@ -46,7 +46,10 @@ __global__ void __launch_bounds__(kThreads, 4)
     if (at >= end) continue;  // its lane took part in the exchange
     const BlockScale block = block_scale<typename C::F>(C::kRule, C::kRounding, {}, amax);
     if (at % (1 << C::kVecsLog2) == 0)
-      store_scale_at(plan, C::kRule, block, scale + i * (kThreads >> C::kVecsLog2));
+      store_scale_at(plan, C::kRule, block,
+                     C::kMaySwizzle && plan.swizzled
+                         ? swizzled_index(row, at >> C::kVecsLog2, plan.scale_cols)
+                         : scale + i * (kThreads >> C::kVecsLog2));
     RandomBits bits = {};
     if constexpr (C::kStochastic) bits = random_bits_at(whole, row, at);
     encode_and_store<C>(plan, transformed, block, bits, to + i * (kThreads * C::kCodeBytes),

@@ -77,8 +77,12 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
   std::uint8_t* const codes =
       plan.codes + std::uint64_t{tile.line} * plan.code_pitch + col * C::kCodeBytes;
   const bool is_first_col = col % (1 << C::kVecsLog2) == 0;  // of a block
+  // Swizzled, the index of the first row's scale and that of a row in the tile add up.
+  const bool is_swizzled = C::kMaySwizzle && !kInGroup && plan.swizzled;
   const std::uint64_t first_scale =
-      std::uint64_t{tile.line >> C::kHeightLog2} * plan.scale_cols + (col >> C::kVecsLog2);
+      is_swizzled
+          ? swizzled_index(tile.line, col >> C::kVecsLog2, plan.scale_cols)
+          : std::uint64_t{tile.line >> C::kHeightLog2} * plan.scale_cols + (col >> C::kVecsLog2);
   const auto cast = [&](const auto& vec, unsigned tile_row) {
     bool is_stored = true;
     if constexpr (kHasEdge && kTransposed) is_stored = vec_col >= tile.first && vec_col < tile.vecs;
@@ -103,9 +107,11 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
     }
     const BlockScale block = block_scale<F>(C::kRule, C::kRounding, scale, amax);
     if constexpr (C::kBlocks && !C::kAsFp8)
-      if (is_first_col && is_stored && tile_row % (1 << C::kHeightLog2) == 0)
+      if (is_first_col && is_stored && (is_swizzled || tile_row % (1 << C::kHeightLog2) == 0))
         store_scale_at(plan, C::kRule, block,
-                       first_scale + std::uint64_t{tile_row >> C::kHeightLog2} * plan.scale_cols);
+                       first_scale + (is_swizzled ? swizzled_index(tile_row, 0, 1)
+                                                  : std::uint64_t{tile_row >> C::kHeightLog2} *
+                                                        plan.scale_cols));
     const float row_factor = fp8_row_factor<C>(plan, scale, row);
     if constexpr (C::kAsFp8)
       if (col == 0) store_fp8_row_scale(plan, scale, row, row_factor);

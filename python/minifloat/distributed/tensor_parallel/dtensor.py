@@ -183,15 +183,15 @@ def direction_placements(
 def shard_quantize(x: DTensorSpec, row: str, col: str, **options: object) -> list[ShardingRule]:
     """Lists rules of quantize: replicated, or shards under nearest rounding with every amax.
 
-    Operands with groups, FP4 written as FP8 and amaxes of columns are replicated. DTensor
-    redistributes no keyword arguments, so the placement of a passed amax selects the rule.
+    Operands with groups, FP4 written as FP8, swizzled scales and amaxes of columns are replicated.
+    DTensor redistributes no keyword arguments, so the placement of a passed amax selects the rule.
     """
     passed = {
         name: spec.placements for name, spec in options.items() if hasattr(spec, "placements")
     }
     rules: list[ShardingRule] = []
-    as_fp8 = options.get("fp8_row") or options.get("fp8_col")
-    is_whole = "rng" in passed or "groups" in passed or as_fp8 or options.get("amaxes_of_columns")
+    whole_forms = ("fp8_row", "fp8_col", "swizzled_row", "swizzled_col", "amaxes_of_columns")
+    is_whole = "rng" in passed or "groups" in passed or any(map(options.get, whole_forms))
     for dim in (None,) if is_whole else (None, x.ndim - 2, x.ndim - 1):
         by_row = direction_placements(x, row, False, "amax_row" in passed, dim)
         by_col = direction_placements(x, col, True, "amax_col" in passed, dim)
