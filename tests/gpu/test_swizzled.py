@@ -7,6 +7,7 @@ block-scaled product reads the operands by the layout, so that any GPU runs Blac
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any
 
 import minifloat as mf
@@ -16,6 +17,7 @@ from minifloat._native import ops
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.nn.functional import SwizzleType
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.gpu.layer_cases import require_close
 from tests.gpu.sweep import laid_out, require_same_quantize, rng_tensor, values
@@ -25,6 +27,7 @@ from tests.support.same_bits import require_same
 
 pytestmark = pytest.mark.gpu
 
+CONTEXTS = partial(create_selective_checkpoint_contexts, mf.checkpoint_policy)
 NVFP4, POW2, SQUARE = "nvfp4", "nvfp4+pow2", "nvfp4/16x16"
 # Specs of both directions. The kernels differ by them, and by whole tiles and rows of whole blocks.
 CASTS = [
@@ -183,7 +186,10 @@ def linear(device: Any, recipe: str, mode: str) -> list[Tensor]:
     )
     rng = torch.tensor([1, 2, 3], device=device)
     layer = lambda x, w: mf.linear(x, w, None, recipe, rng=rng)  # noqa: E731
-    if mode == "compiled":
+    if mode == "checkpointed":  # the cast of x is two, one a direction
+        once = layer
+        layer = lambda x, w: checkpoint(once, x, w, use_reentrant=False, context_fn=CONTEXTS)  # noqa: E731
+    if mode != "eager":
         torch.compiler.reset()
         layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
     x.requires_grad_(), w.requires_grad_()
@@ -202,7 +208,7 @@ def kernels_of(step: Any) -> tuple[Any, list[str]]:
     return out, [e.name for e in events]
 
 
-@pytest.mark.parametrize("mode", ["eager", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", "compiled", "checkpointed"])
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4"])
 def test_layers_by_blackwells_plan(cuda, stand_in, recipe, mode):
     """Three products read six operands as casts wrote them."""

@@ -149,8 +149,9 @@ Directions quantize_apart(const PreparedRecipe& recipe, const Tensor& x, Place r
     if (has_amax_of_values(recipe.specs[row]) && has_amax_of_values(spec))
       of_row.amax_row = of_col.amax_col;
   }
-  of_row.amax_col.reset();
-  of_col.amax_row.reset();
+  of_row.amax_col.reset(), of_col.amax_row.reset();
+  of_row.fp8_col = of_row.swizzled_col = false;  // forms of the direction that is absent
+  of_col.decoded_row = of_col.fp8_row = of_col.swizzled_row = false;
   return {quantize(x, plan.row, "", of_row).first, quantize(x, "", plan.col, of_col).second};
 }
 
