@@ -1,8 +1,9 @@
 """Pictures of results, as SVG that is equal wherever it is written.
 
     blocks.svg    a training step beside torchao and Transformer Engine: parts, speed, memory
+    host.svg      speeds under FSDP2, where the host is late and where it is not
 
-It stands on a white card, so that it can be read on a dark page of any host. docs/site.css turns
+They stand on white cards, so that they can be read on a dark page of any host. docs/site.css turns
 pictures dark on the site.
 """
 
@@ -37,8 +38,9 @@ def box(x: float, y: float, width: float, height: float, fill: str, **style: str
 
 
 def path(points: str, **style: str) -> str:
-    attributes = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in style.items())
-    return f'<path d="{points}" fill="none" stroke="{LINE}"{attributes}/>'
+    given = {"stroke": LINE, **style}
+    attributes = "".join(f' {key.replace("_", "-")}="{value}"' for key, value in given.items())
+    return f'<path d="{points}" fill="none"{attributes}/>'
 
 
 def picture(width: int, height: int, title: str, parts: list[str]) -> str:
@@ -121,4 +123,47 @@ def blocks() -> str:
     return picture(width, height, "Parts, speed and memory of a training step", parts)
 
 
-PICTURES: dict[str, Callable[[], str]] = {"blocks.svg": blocks}
+# ---- A step under FSDP2, by the host -------------------------------------------------------------
+SMALL = {"fill": GRAY, "font_size": "12"}
+ALONE = "gpu_fsdp_alone"  # the run of gpu_fsdp.py: one rank of several
+LINES = (  # name, run, recipe, dashes
+    ("fp8_tensorwise as a CUDA graph", f"{ALONE}_graph", "fp8_tensorwise", "6 4"),
+    ("fp8_tensorwise", ALONE, "fp8_tensorwise", "none"),
+    ("torchao tensorwise", ALONE, "torchao_tensorwise", "none"),
+)
+
+
+def host() -> str:
+    """Draws speeds over the tokens of a step: with few the host takes as long as the device."""
+    base = sorted(figures.rows_of(ALONE, recipe=BF16), key=lambda row: row["seq"])
+    left, right, top, bottom, low, high = 100, 640, 66, 306, 0.5, 1.5
+    at = {row["seq"]: left + 60 + 140 * i for i, row in enumerate(base)}
+
+    def y(speed: float) -> float:
+        return round(bottom - (bottom - top) * (speed - low) / (high - low), 1)
+
+    parts = [
+        text(16, 22, "A step under FSDP2 on an H200: speed over tokens a GPU", **BOLD),
+        text(16, 46, "speed: bf16's time over the recipe's", **SMALL),
+    ]
+    for tenths in range(6, 15, 2):
+        height = y(tenths / 10)
+        parts.append(path(f"M{left} {height}H{right}", stroke_width="2" if tenths == 10 else "0.5"))
+        parts.append(text(left - 8, height, f"{tenths / 10:g}", "end", **SMALL))
+    for i, label in enumerate(("tokens", "host, bf16", "device, bf16")):
+        parts.append(text(left - 8, bottom + 16 + 18 * i, label, "end", **SMALL))
+    for row in base:
+        labels = (str(row["seq"]), f"{row['host_ms']:.0f} ms", f"{row['device_ms']:.0f} ms")
+        for i, label in enumerate(labels):
+            parts.append(text(at[row["seq"]], bottom + 16 + 18 * i, label, "middle", **SMALL))
+    for i, ((name, run, recipe, dashes), color) in enumerate(zip(LINES, COLORS)):
+        rows = sorted(figures.rows_of(run, recipe=recipe), key=lambda row: row["seq"])
+        route = "L".join(f"{at[row['seq']]} {y(row['speed'])}" for row in rows)
+        style = {"stroke": color, "stroke_width": "2.5", "stroke_dasharray": dashes}
+        parts.append(path(f"M{route}", **style))
+        parts.append(path(f"M{right + 16} {top + 26 * i + 14}h28", **style))
+        parts.append(text(right + 52, top + 26 * i + 14, name))
+    return picture(960, 372, "Speeds under FSDP2 over the tokens of a step", parts)
+
+
+PICTURES: dict[str, Callable[[], str]] = {"blocks.svg": blocks, "host.svg": host}

@@ -78,7 +78,7 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
       plan.codes + std::uint64_t{tile.line} * plan.code_pitch + col * C::kCodeBytes;
   const bool is_first_col = col % (1 << C::kVecsLog2) == 0;  // of a block
   // Swizzled, the index of the first row's scale and that of a row in the tile add up.
-  const bool is_swizzled = C::kMaySwizzle && !kInGroup && plan.swizzled;
+  const bool is_swizzled = C::kMaySwizzle && plan.swizzled;
   const std::uint64_t first_scale =
       is_swizzled
           ? swizzled_index(tile.line, col >> C::kVecsLog2, plan.scale_cols)
