@@ -1,7 +1,7 @@
 """Casts and fills the weights that FSDP2 gathers together, by two native calls a gather.
 
-    first weight's pre-gather hook     one native call casts the shards of all weights, and each
-                                       other hook is given the inputs that it returns to FSDP2
+    first weight's pre-gather hook     one native call casts the shards of all weights; the other
+                                       hooks return their inputs to FSDP2 in turn
     last weight's post-gather hook     one native call fills the gathered weights
 
 The native GatherBatch (torch/sharded/gather_batch.h) decides what each mode of a plan sends. Ranks
@@ -357,13 +357,13 @@ class Batch:
             self.was_training = is_training
         if not is_training or self.is_captured or not self.has_amaxes:
             return False
-        self.has_amaxes = not self.native.is_written()
-        self.has_current_amaxes = self.has_amaxes and not self.has_alias
-        if self.has_amaxes:
+        if not self.native.is_written():
+            self.has_current_amaxes = not self.has_alias
             return True
         if any(self.exchanged) and self.world > 1:
             absent = "their layer is not written to"
             self.gathers[0].meet("the gather after a write to", WRITTEN, absent)
+        self.has_amaxes = False
         return False
 
     def note_measured(self) -> None:
