@@ -93,14 +93,15 @@ class Weights:
         """Measures and casts: what every valid call does."""
         batch = self.batch(*(args[name] for name in ("plans", "rows", "cols", "world", "rank")))
         batch.exchanged(args["selection"])
+        batch.hold_shards(args["shards"], args["histories"])
         exchange = torch.classes.minifloat.AmaxExchange([batch])
-        amaxes = exchange.measure(args["shards"], args["selection"])
+        amaxes = exchange.measure(args["selection"])
         exchange.accept(amaxes if args.get("exchanged") is None else args["exchanged"])
-        names = ("shards", "histories", "selection", "weight")
-        return batch, batch.cast(*(args[name] for name in names), True)
+        return batch, batch.cast(args["selection"], args["weight"], True)
 
 
 @call("GatherBatch.exchanged")
+@call("GatherBatch.hold_shards")
 @call("GatherBatch.cast")
 @call("AmaxExchange.measure")
 @call("AmaxExchange.accept")
@@ -119,6 +120,20 @@ def _target(rng: Random, arena: Arena, weights: Weights, plan: Any) -> list[torc
     return found
 
 
+@call("GatherBatch.count_writes")
+@call("GatherBatch.is_written")
+def _count_writes(rng: Random, arena: Arena) -> Call:
+    weights = Weights(rng, arena)
+    batch, _ = weights.cast(**weights.args())
+
+    def run(tensors: Any) -> None:
+        batch.count_writes(tensors)
+        batch.is_written()
+
+    return Call(run, {"tensors": weights.shards})
+
+
+@call("GatherBatch.hold_targets")
 @call("GatherBatch.fill")
 def _fill(rng: Random, arena: Arena) -> Call:
     weights = Weights(rng, arena)
@@ -128,10 +143,11 @@ def _fill(rng: Random, arena: Arena) -> Call:
 
     def run(outputs: Any, targets: Any, alone: Any, keeps_row: Any, **args: Any) -> None:
         batch, _ = weights.cast(**args)
+        batch.hold_targets(targets)
         # One weight is filled alone: the others lose no memory, which is the arena's.
         for weight in range(len(weights.plans)):
             count = len(batch_inputs(batch, args, weight))
-            batch.fill(outputs[:count], targets, args["selection"], weight, alone, keeps_row)
+            batch.fill(outputs[:count], args["selection"], weight, alone, keeps_row)
             outputs = outputs[count:]
 
     args = {"outputs": outputs, "targets": targets}
@@ -141,8 +157,8 @@ def _fill(rng: Random, arena: Arena) -> Call:
 
 
 def batch_inputs(batch: Any, args: dict[str, Any], weight: int) -> list[torch.Tensor]:
-    names = ("shards", "histories", "selection")
-    return batch.cast(*(args[name] for name in names), weight, True)[weight]
+    inputs: list[list[torch.Tensor]] = batch.cast(args["selection"], weight, True)
+    return inputs[weight]
 
 
 # ---- gradients in codes --------------------------------------------------------------------------

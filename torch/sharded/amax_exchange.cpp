@@ -96,26 +96,21 @@ bool GatherBatch::needs_measure(const Choice& choice) {
 
 // ---- Several batches ----------------------------------------------------------------------------
 // Returns the shards of each batch, as casts read them.
-std::vector<Tensors> AmaxExchange::shards_of_batches(const Tensors& shards) const {
+std::vector<Tensors> AmaxExchange::shards_of_batches() const {
   TORCH_CHECK_VALUE(!batches_.empty(), kExchange, ": expected at least one batch");
   std::vector<Tensors> found;
-  auto next = shards.begin();
   for (const auto& batch : batches_) {
-    const auto count = static_cast<std::ptrdiff_t>(batch->weights_.size());
-    TORCH_CHECK_VALUE(count <= shards.end() - next, kExchange,
-                      ": expected a shard of each weight, got ", shards.size());
-    found.emplace_back(next, next + count);
-    next += count;
-    batch->make_readable(found.back());
+    found.push_back(batch->readable_shards());
     bridge::check_same_device(kExchange, "shards", found.back()[0], found[0][0]);
   }
   return found;
 }
 
-Tensor AmaxExchange::measure(const Tensors& shards, std::int64_t selection) {
+Tensor AmaxExchange::measure(std::int64_t selection) {
   const at::NoGradGuard no_grad;
   pending_.clear();
-  const std::vector<Tensors> of_batches = shards_of_batches(shards);
+  is_of_both_ = selection == kBothGathers;
+  const std::vector<Tensors> of_batches = shards_of_batches();
   const Tensor& like = of_batches[0][0];
   std::vector<GatheredDirection*> untransformed, transformed;
   std::vector<PartialCast> casts;
@@ -171,6 +166,8 @@ void AmaxExchange::accept(const Tensor& exchanged) {
   bridge::check_memory(kExchange, "exchanged amaxes", exchanged);
   for (GatheredDirection* direction : pending_) direction->exchanged = exchanged;
   run_copies(exchange_copies(pending_, true), exchanged);
+  if (is_of_both_)
+    for (const auto& batch : batches_) batch->writes_before_ = batch->writes();
   pending_.clear();
   exchanged_ = Tensor();
 }

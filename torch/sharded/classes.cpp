@@ -42,6 +42,10 @@ TORCH_LIBRARY_FRAGMENT(minifloat, m) {
       .def(torch::init<const ShardCasts&, const ShardCasts&, const Texts&, std::int64_t,
                        std::int64_t>())
       .def("exchanged", &GatherBatch::exchanged)
+      .def("hold_shards", &GatherBatch::hold_shards)
+      .def("hold_targets", &GatherBatch::hold_targets)
+      .def("count_writes", &GatherBatch::count_writes)
+      .def("is_written", &GatherBatch::is_written)
       .def("cast", &GatherBatch::cast)
       .def("fill", &GatherBatch::fill);
   m.class_<AmaxExchange>("AmaxExchange")

@@ -92,8 +92,34 @@ std::int64_t GatherBatch::exchanged(std::int64_t selection) {
   return count;
 }
 
-// Checks the shards, and converts those that are neither float32 nor bfloat16.
-void GatherBatch::make_readable(Tensors& shards) const {
+// ---- The tensors of later calls -----------------------------------------------------------------
+void GatherBatch::hold_shards(Tensors shards, Tensors histories) {
+  shards_ = std::move(shards), histories_ = std::move(histories);
+}
+
+void GatherBatch::hold_targets(Tensors targets) { targets_ = std::move(targets); }
+
+void GatherBatch::count_writes(const Tensors& tensors) {
+  writes_before_.reset();
+  counters_.clear();
+  for (const Tensor& t : tensors) {
+    TORCH_CHECK_VALUE(!t.is_inference(), kGatherBatch,
+                      ": expected tensors whose writes torch counts, got an inference tensor");
+    counters_.push_back(t.unsafeGetTensorImpl()->version_counter());
+  }
+}
+
+std::int64_t GatherBatch::writes() const {
+  std::int64_t count = 0;
+  for (const c10::VariableVersion& counter : counters_) count += counter.current_version();
+  return count;
+}
+
+bool GatherBatch::is_written() const { return writes_before_ != writes(); }
+
+// Returns the shards, once they are checked, as float32 or bfloat16.
+Tensors GatherBatch::readable_shards() const {
+  Tensors shards = shards_;
   TORCH_CHECK_VALUE(shards.size() == weights_.size() && !shards.empty(), kGatherBatch,
                     ": expected a shard of each of ", weights_.size(), " weights, got ",
                     shards.size());
@@ -109,6 +135,7 @@ void GatherBatch::make_readable(Tensors& shards) const {
     if (!bridge::is_value_dtype(shards[i].scalar_type()))
       shards[i] = values_as_computed(shards[i], i);
   }
+  return shards;
 }
 
 // Returns the values of a shard in the compute dtype of its weight.

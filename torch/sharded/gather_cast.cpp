@@ -229,15 +229,14 @@ std::vector<CastEntry> GatherBatch::entries_of(const std::vector<Tensors>& input
   return entries;
 }
 
-std::vector<Tensors> GatherBatch::cast(Tensors shards, const Tensors& histories,
-                                       std::int64_t selection, std::int64_t weight,
+std::vector<Tensors> GatherBatch::cast(std::int64_t selection, std::int64_t weight,
                                        bool is_measured) {
   const Choice choice = {selection, weight};
   const at::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(is_measured || exchanged(selection) == 0, kGatherCast,
                     ": expected amaxes that ranks have exchanged, got none");
-  make_readable(shards);
-  for (const Tensor& history : histories) bridge::check_memory(kGatherCast, "histories", history);
+  const Tensors shards = readable_shards();
+  for (const Tensor& history : histories_) bridge::check_memory(kGatherCast, "histories", history);
   if (!is_measured || needs_measure(choice)) measure_alone(shards, choice);
   if (!common_.defined() || common_.device() != shards[0].device())
     common_ = at::zeros({common_size_}, shards[0].options().dtype(at::kFloat));
@@ -253,7 +252,7 @@ std::vector<Tensors> GatherBatch::cast(Tensors shards, const Tensors& histories,
     if (entry.direction->shard.is_transformed())
       transformed.push_back(entry);
     else
-      place(work, entry, casts[cast++], histories);
+      place(work, entry, casts[cast++], histories_);
   }
   run_copies(work.active, shards[0]);
   if (!casts.empty())
@@ -263,7 +262,7 @@ std::vector<Tensors> GatherBatch::cast(Tensors shards, const Tensors& histories,
   for (const CastEntry& entry : transformed) {
     const DType compute = entry.direction->shard.window().compute();
     const auto dtype = compute == DType::kBFloat16 ? at::kBFloat16 : at::kFloat;
-    cast_transformed(work, entry, shards[entry.weight].to(dtype), histories);
+    cast_transformed(work, entry, shards[entry.weight].to(dtype), histories_);
   }
   run_transposes(work.transposes, shards[0]);
   run_copies(work.copies, shards[0]);

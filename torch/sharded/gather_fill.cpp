@@ -175,9 +175,10 @@ void fill_weight(FillWork& work, const std::vector<Sent>& sent, const Tensor* ta
 
 }  // namespace
 
-void GatherBatch::fill(const Tensors& outputs, const Tensors& targets, std::int64_t selection,
-                       std::int64_t weight, bool forward_alone, bool keeps_row) {
+void GatherBatch::fill(const Tensors& outputs, std::int64_t selection, std::int64_t weight,
+                       bool forward_alone, bool keeps_row) {
   const bool is_fetch = weight != kAllWeights;
+  const Tensors& targets = targets_;
   TORCH_CHECK_VALUE(targets.size() == kTargets * weights_.size() && !outputs.empty(), kGatherFill,
                     ": expected ", kTargets * weights_.size(), " targets, got ", targets.size());
   TORCH_CHECK_VALUE(common_.defined() || common_size_ == 0, kGatherFill,

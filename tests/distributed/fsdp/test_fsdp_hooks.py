@@ -3,12 +3,15 @@
 benchmarks/fsdp_host.py measures their time, which no test can hold on a shared machine.
 """
 
+import gc
 import sys
+import weakref
 from pathlib import Path
 
 import minifloat as mf
 import pytest
 import torch
+from minifloat.distributed.fsdp.gather_batch import Batch
 from minifloat.nn.linear import Linear
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +22,7 @@ WIDTH, FEW, MANY = 32, 2, 10
 HOOKS = str(Path(mf.__file__).parent / "distributed" / "fsdp")
 RECIPES = ("fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "mxfp8", "nvfp4")
 # Two hooks of a gather and complete() of a forward, and what they call.
-MOST_CALLS = 16  # a weight and step
+MOST_CALLS = 15  # a weight and step
 
 
 class Calls:
@@ -78,6 +81,29 @@ def check_calls(rank):
 
 def test_calls_of_a_weight_and_step():
     run_world(2, check_calls)
+
+
+def check_kept(rank):
+    """Checks that steps list no tensors for native code again, and that it keeps no model alive."""
+    for recipe in RECIPES:
+        model, step = stepped(FEW, recipe)
+        for _ in range(3):
+            step(False)
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            for name in ("hold", "hold_targets"):
+                monkeypatch.setattr(Batch, name, lambda *_, name=name: pytest.fail(name))
+            step(False)
+            model.eval()
+            with pytest.raises(pytest.fail.Exception, match="hold"):
+                step(False)
+        shard = weakref.ref(model[0][0].weight._local_tensor)
+        del model, step
+        gc.collect()
+        assert shard() is None, recipe
+
+
+def test_tensors_are_listed_once():
+    run_world(1, check_kept)
 
 
 # ---- assignment ----------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Casts and fills the weights that FSDP2 gathers together, by two native calls a gather.
 
-    first weight's pre-gather hook     one native call casts the shards of all weights, and each
-                                       other hook is given the inputs that it returns to FSDP2
+    first weight's pre-gather hook     one native call casts the shards of all weights; the other
+                                       hooks return their inputs to FSDP2 in turn
     last weight's post-gather hook     one native call fills the gathered weights
 
 The native GatherBatch (torch/sharded/gather_batch.h) decides what each mode of a plan sends. Ranks
@@ -13,17 +13,24 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from operator import attrgetter, is_
+from operator import is_
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...nn.state.random_state import is_capturing, is_in_backward
-from ...private_torch import WithoutTorchFunction
+from ...nn.state.random_state import is_capturing
+from ...private_torch import backward_id
 from ...spec import Spec
-from .gather import BACKWARD, FORWARD, Gather, GatherInputs, keep_for_current_stream
+from .gather import (
+    BACKWARD,
+    FORWARD,
+    Gather,
+    GatherInputs,
+    is_resharded_after,
+    keep_for_current_stream,
+)
 from .weight_tensors import BeforeGather, ShardedWeight
 
 if TYPE_CHECKING:
@@ -31,11 +38,9 @@ if TYPE_CHECKING:
 
     from .private_state import FSDPParam
 
-State = tuple[list[Tensor], int]  # tensors, and the number of writes to all of them
 ALL_WEIGHTS = -1
 WRITTEN = "fully_shard: expected all {} ranks to have written to {} since mf.step, as this rank has"
 MODE = "fully_shard: expected all {} ranks to have {} in the mode that this rank has changed to"
-writes_of: Callable[[Tensor], int] = attrgetter("_version")
 
 
 class BatchedGather(Gather):
@@ -45,7 +50,7 @@ class BatchedGather(Gather):
         super().__init__(*args)
         self.casts: tuple[Any, Any]  # native ShardCasts, rowwise and columnwise, since the first
         self.targets: list[Tensor] = []  # both directions' tensors, since the first gather
-        self.gathered = frozenset[int]()  # the gathers whose directions are in memory
+        self.gathered_by: Batch  # at the last gather
         self.has_alias = False  # whether other tensors have the shard's memory
         self.batch: Batch | None = None  # of FSDP2's parameter group; of a tied weight alone
 
@@ -58,11 +63,15 @@ class BatchedGather(Gather):
 
     def note_write(self) -> None:
         if self.batch is not None:
-            self.batch.is_touched = True
+            self.batch.has_current_amaxes = False
 
     def note_alias(self) -> None:
         self.has_alias = True
         self.forget()
+
+    def gathered(self) -> frozenset[int]:
+        """Returns the gathers whose directions are in memory."""
+        return self.gathered_by.gathered[self.plan.mode]
 
     def joined_batch(self) -> Batch:
         """Returns the batch of FSDP2's parameter group, once all its weights have been gathered."""
@@ -82,30 +91,35 @@ class BatchedGather(Gather):
             member.batch = batch
         return batch
 
-    def in_memory(self, selection: int, keeps_row: bool) -> frozenset[int]:
-        """Returns the gathers whose directions are in memory after one of them."""
-        if self.plan.mode == "split":
-            return frozenset({selection})
-        is_transposed = self.plan.mode == "one" and selection == BACKWARD
-        return frozenset({BACKWARD} if is_transposed and not keeps_row else {FORWARD, BACKWARD})
-
 
 class Batch:
     """Casts the weights that FSDP2 gathers together, in FSDP2's order, by one native object.
 
     FSDP2 calls its hooks for each weight, and the host has few microseconds for each. So what holds
-    from gather to gather is kept until `forget`, and counts of writes are read only where an op may
-    have written.
+    from gather to gather is kept until `forget`, the native object holds the tensors, and counts of
+    writes are read only where an op may have written.
 
     Args:
         gathers: of the weights.
         parameters: references to FSDP2's parameters; None: one weight, whose shard its hook passes.
     """
 
+    # Slots, which are read faster than a dict.
+    __slots__ = (
+        *("gathers", "fsdp_parameters", "fsdp_group", "ranks", "world", "title", "splits"),
+        *("native", "native_cast", "fill", "fills_both", "exchanged", "exchanges", "is_delayed"),
+        *("found", "held", "is_cuda", "counts_writes", "hooks", "is_current", "has_targets"),
+        *("selection", "turn", "inputs", "outputs", "receivers", "rowwise", "taken", "on_demand"),
+        *("gathered", "gathered_after", "has_amaxes", "has_current_amaxes", "has_alias"),
+        *("is_training", "was_training", "is_captured"),
+    )
+
     def __init__(
         self, gathers: Sequence[BatchedGather], parameters: Sequence[weakref.ref[FSDPParam]] = ()
     ) -> None:
         first = gathers[0]
+        first.fsdp_group()
+        self.fsdp_group = first._fsdp_group  # a weak reference
         self.gathers, self.fsdp_parameters = list(gathers), parameters
         self.ranks, self.world = first.group, first.world
         self.native = torch.classes.minifloat.GatherBatch(
@@ -117,21 +131,38 @@ class Batch:
         )
         self.native_cast, self.fill = self.native.cast, self.native.fill
         self.exchanged = [self.native.exchanged(selection) for selection in (FORWARD, BACKWARD)]
+        self.exchanges: dict[tuple[Batch, ...], Any] = {}  # with these batches, this one first
         self.splits = [gather for gather in gathers if gather.plan.mode == "split"]
+        self.fills_both = len(self.splits) < len(gathers)  # directions of a weight, after a gather
         specs = {spec for gather in gathers for spec in (gather.plan.row, gather.plan.col)}
         self.is_delayed = any([Spec.parse(spec).is_delayed for spec in specs])
         self.title = "; ".join([gather.title for gather in gathers])
         self.found: list[Tensor] = []  # FSDP2's sharded parameters, and their local tensors
         self.held: list[Tensor] = []  # this rank's rows of each weight
-        self.counting: list[Tensor] = []  # what counts writes to these
+        self.counts_writes = False  # whether torch counts the writes to all of them
         self.hooks: list[BeforeGather] = []  # their hooks
-        self.targets: list[Tensor] = []  # what a gather fills: both directions of each weight
-        self.in_memory: dict[tuple[int, bool], list[frozenset[int]]] = {}  # after each gather
-        self.measured: State = ([], 0)  # when mf.step exchanged amaxes
-        self.is_touched = True  # whether an op may have written to a shard since then
+        self.turn = -1  # of the hook that is to be called next
+        self.inputs: list[list[Tensor]] = []  # of that hook and those after it, last first
+        self.outputs: list[Tensor] = []  # all ranks' inputs, weight by weight
+        collect: Callable[[Sequence[Tensor]], None] = self.outputs.extend
+        self.receivers = [*[collect] * (len(gathers) - 1), self.receive]  # of each weight's outputs
+        self.rowwise: Sequence[list[Tensor]] = ()  # fprop's, gathered apart before backward
+        self.taken: Sequence[list[Tensor]] = ()  # the inputs in a world of one
+        # The gathers whose directions are in memory, by mode: now, and after each gather.
+        modes = {gather.plan.mode for gather in gathers}
+        self.gathered: dict[str, frozenset[int]] = dict.fromkeys(modes, frozenset())
+        self.gathered_after = [
+            [{mode: in_memory(mode, selection, keeps) for mode in modes} for keeps in (False, True)]
+            for selection in (FORWARD, BACKWARD)
+        ]
+        self.on_demand = first.on_demand  # as of all weights
+        self.is_current = False  # whether what `shards` found still holds
+        self.has_targets = False  # whether `native` holds what a gather fills
+        self.has_amaxes = False  # whether mf.step has exchanged amaxes
+        # Whether it has, the layers are in training, and no op can have written to a shard since.
+        self.has_current_amaxes = False
         self.has_alias = False  # whether writes may come that note_write is not told of
         self.is_training = False  # whether all layers are in training
-        self.histories = [gather.module().amax_history for gather in gathers]
         self.was_training = True  # at the last gather that read those amaxes, or could not
         self.is_captured = False  # whether a CUDA graph has captured a gather
 
@@ -144,56 +175,57 @@ class Batch:
         """
         held = self.shards()
         if not self.fsdp_parameters:
-            held = [shard]
+            held = self.hold([shard])
         if gather is not self.gathers[0] or not held or held[0] is not shard:
+            self.forget()
             return Batch([gather]).send(gather, shard)
-        self.held = held
         for member, of_member in zip(self.gathers, held):
             member.require_dtype(of_member)
         for hook in self.hooks[:1]:
-            hook.start = self.start
-        return self.start()
+            hook.start, self.is_current = self.start, True
+        return self.start(), self.receivers[0]
 
-    def start(self) -> GatherInputs:
-        """Casts the shards of all weights, and gives the hooks but the first what they return.
+    def start(self) -> list[Tensor]:
+        """Casts the shards of all weights, and keeps what the hooks but the first return.
 
         Returns:
-            The inputs of the first weight, and what is to be called with those of all ranks.
+            The inputs of the first weight.
         """
-        selection = self.selection = BACKWARD if is_in_backward() else FORWARD
-        inputs = self.cast(self.held, selection)
-        is_read_again = selection == BACKWARD and self.splits and self.gathers[0].keeps_row
-        self.rowwise = self.gather_splits(self.held, FORWARD) if is_read_again else []
-        self.taken = inputs if self.world == 1 else []
-        self.outputs: list[Tensor] = []  # all ranks' inputs, weight by weight
-        collect = self.outputs.extend
-        sent: list[GatherInputs] = [(tuple(of_weight), collect) for of_weight in inputs]
-        sent[-1] = sent[-1][0], self.receive
-        for hook, of_hook in zip(self.hooks[1:], sent[1:]):
-            hook.ready = of_hook
-        return sent[0]
+        selection = self.selection = FORWARD if backward_id() == -1 else BACKWARD
+        inputs = self.inputs = self.cast(selection)
+        is_read_again = selection == BACKWARD and self.splits and FORWARD in self.on_demand
+        self.rowwise = self.gather_splits(FORWARD) if is_read_again else ()
+        self.taken = list(inputs) if self.world == 1 else ()
+        self.outputs.clear()  # of a gather that nobody waited for
+        inputs.reverse()
+        self.turn = 1
+        return inputs.pop()
 
     def receive(self, outputs: Sequence[Tensor]) -> None:
         """Fills all weights, after the others' outputs were collected and with the last one's."""
-        self.outputs += outputs
+        received = self.outputs
+        received += outputs
         if self.taken:  # a world of one: FSDP2 gathers the first input of each weight alone
             rest = [of_weight[1:] for of_weight in self.taken]
-            self.outputs = [t for first, ts in zip(self.outputs, rest) for t in (first, *ts)]
-        first, selection = self.gathers[0], self.selection
-        keeps_row, targets = first.keeps_row, self.all_targets()
-        is_forward = selection == FORWARD and first.serves_forward_alone()
-        self.fill(self.outputs, targets, selection, ALL_WEIGHTS, is_forward, keeps_row)
-        for taken in self.taken:
-            keep_for_current_stream(taken)
-        rowwise, self.rowwise, self.outputs, self.taken = self.rowwise, [], [], []
-        in_memory = self.in_memory.get((selection, keeps_row))
-        if in_memory is None:
-            in_memory = [gather.in_memory(selection, keeps_row) for gather in self.gathers]
-            self.in_memory[selection, keeps_row] = in_memory
-        for gather, gathered in zip(self.gathers, in_memory):
-            gather.gathered = gathered
-        if rowwise:
-            self.fill_splits(rowwise, FORWARD)
+            received[:] = [t for first, ts in zip(received, rest) for t in (first, *ts)]
+        selection, keeps_row = self.selection, FORWARD in self.on_demand
+        is_forward = selection == FORWARD and self.fills_both
+        is_forward = is_forward and is_resharded_after(self.fsdp_group())
+        if not self.has_targets:
+            self.hold_targets()
+            for gather in self.gathers:
+                gather.gathered_by = self
+            self.has_targets = True
+        self.fill(received, selection, ALL_WEIGHTS, is_forward, keeps_row)
+        self.gathered = self.gathered_after[selection][keeps_row]
+        received.clear()
+        if self.taken:
+            for taken in self.taken:
+                keep_for_current_stream(taken)
+            self.taken = ()
+        if self.rowwise:
+            self.fill_splits(self.rowwise, FORWARD)
+            self.rowwise = ()
 
     # ---- a gather apart from FSDP2's -------------------------------------------------------------
 
@@ -202,93 +234,111 @@ class Batch:
         device, held = self.splits[0].targets[0].device, self.shards()
         shards = [gather.held_shard(device) for gather in self.gathers]
         is_held = len(held) == len(shards) and all(map(is_, held, shards))
-        self.fill_splits(self.gather_splits(held if is_held else shards, selection), selection)
+        batch = self if is_held else Batch(self.gathers)
+        if not is_held:
+            batch.hold(shards)
+        batch.fill_splits(batch.gather_splits(selection), selection)
 
-    def gather_splits(self, shards: list[Tensor], selection: int) -> list[list[Tensor]]:
+    def gather_splits(self, selection: int) -> list[list[Tensor]]:
         """Casts one direction, and returns what all ranks cast of each split weight."""
-        cast = zip(self.gathers, self.cast(shards, selection))
+        cast = zip(self.gathers, self.cast(selection))
         inputs = [of_weight for gather, of_weight in cast if gather.plan.mode == "split"]
         outputs = iter(self.splits[0].gather_apart([t for of_weight in inputs for t in of_weight]))
         return [[next(outputs) for _ in of_weight] for of_weight in inputs]
 
-    def fill_splits(self, outputs: list[list[Tensor]], selection: int) -> None:
+    def fill_splits(self, outputs: Sequence[list[Tensor]], selection: int) -> None:
         """Fills one direction of the split weights; keeps the other one."""
+        self.hold_targets()
         for split, of_weight in zip(self.splits, outputs):
-            index = self.gathers.index(split)
-            self.fill(of_weight, self.all_targets(), selection, index, False, True)
+            self.fill(of_weight, selection, self.gathers.index(split), False, True)
             keep_for_current_stream(of_weight)
-            split.gathered |= {selection}
+            split.gathered_by.note_gathered("split", selection)
 
-    def all_targets(self) -> list[Tensor]:
-        """Lists the tensors that a gather fills: both directions' codes, scale and amax."""
-        if not self.targets:
-            self.targets = [t for gather in self.gathers for t in gather.targets]
-        return self.targets
+    def transpose_back(self) -> None:
+        """Makes the rowwise codes that the weights of mode "one" lack from the columnwise ones."""
+        found = [g for g in self.gathers if g.plan.mode == "one" and FORWARD not in g.gathered()]
+        rows, cols = [g.targets[0] for g in found], [g.targets[3] for g in found]
+        sizes = [(*g.shape[::-1], Spec.parse(g.plan.row).code_bits) for g in found]
+        for gather, row in zip(found, rows):
+            row.untyped_storage().resize_(gather.world * gather.casts[0].chunk_bytes(gather.world))
+        numbers = [number for of_weight in sizes for number in of_weight]
+        torch.classes.minifloat.MatrixTransposes(cols, rows, numbers).run()
+        for gather in found:
+            gather.gathered_by.note_gathered("one", FORWARD)
 
-    def cast(self, shards: list[Tensor], selection: int) -> list[list[Tensor]]:
+    def note_gathered(self, mode: str, selection: int) -> None:
+        """Notes that one more direction of the weights of a mode is in memory."""
+        self.gathered = {**self.gathered, mode: self.gathered[mode] | {selection}}
+
+    def hold_targets(self) -> None:
+        """Lets `native` hold what a gather fills: both directions' codes, scale and amax."""
+        self.native.hold_targets([t for gather in self.gathers for t in gather.targets])
+
+    def cast(self, selection: int) -> list[list[Tensor]]:
         """Casts all weights; exchanges amaxes first unless those of mf.step are current.
 
         Returns:
             The inputs of the all-gather, of each weight.
         """
-        if shards[0].is_cuda and not self.is_captured:
-            self.is_captured = is_capturing(shards[0].device)
-        # Evaluation may replace weights with no write counted.
-        is_training = self.is_training
-        if is_training != self.was_training and self.measured[0] and self.exchanged[selection]:
-            absent = "their layer is in the other mode"
-            self.gathers[0].meet("the gather in another mode of", MODE, absent)
-            self.was_training = is_training
-        is_measured = is_training and self.is_measured(shards)
+        if self.is_cuda and not self.is_captured and is_capturing(self.held[0].device):
+            self.is_captured, self.has_current_amaxes = True, False
+        is_measured = self.has_current_amaxes and not ShardedWeight.is_traced
+        if not is_measured:
+            is_measured = self.is_measured(selection)
         if not is_measured and self.exchanged[selection]:
-            exchange_amaxes([self], [shards], selection)
+            exchange_amaxes((self,), selection)
             is_measured = True
-        histories = shards  # where nothing is delayed: any tensors, which are not read
-        if self.is_delayed:
-            histories = [s if h is None else h for h, s in zip(self.histories, shards)]
-        inputs: list[list[Tensor]]
-        inputs = self.native_cast(shards, histories, selection, ALL_WEIGHTS, is_measured)
+        inputs: list[list[Tensor]] = self.native_cast(selection, ALL_WEIGHTS, is_measured)
         return inputs
 
     # ---- the shards ------------------------------------------------------------------------------
 
     def shards(self) -> list[Tensor]:
         """Returns this rank's rows of each weight; none where FSDP2 has other tensors."""
-        if self.hooks and self.hooks[0].start is not None:
+        if self.is_current:
             return self.held
-        layers = [gather.module() for gather in self.gathers]
-        self.is_training = all([layer.training for layer in layers])
-        self.histories = [layer.amax_history for layer in layers]
+        self.is_training = all([gather.module().training for gather in self.gathers])
         self.has_alias = any([gather.has_alias for gather in self.gathers])
-        self.is_touched = True
+        self.has_current_amaxes = False
         kept = [p for reference in self.fsdp_parameters if (p := reference()) is not None]
         parameters: list[Any] = [p.sharded_param for p in kept]
         local = [p._local_tensor for p in parameters]
         found = parameters + local
         if len(found) == len(self.found) and all(map(is_, found, self.found)):
-            return self.held
-        self.found, self.counting = found, []
+            return self.hold(self.held)
+        self.found = found
         is_sharded = all([isinstance(t, ShardedWeight) for t in local])
-        self.held = [t.shard for t in local] if is_sharded else []
+        self.hold([t.shard for t in local] if is_sharded else [])
         self.hooks = [t.fsdp_pre_all_gather for t in local] if is_sharded else []
+        for place, hook in enumerate(self.hooks):
+            hook.batch, hook.place, hook.receiver = self, place, self.receivers[place]
         # Eager writes count on the shard: those to the parameter, to its local tensor, to a state
         # dict's view of it. Those of compiled code count on its input, the parameter or its local
         # tensor. None are counted where a rank has no rows of a weight, or a tensor has no count.
         has_rows = all([g.shape[0] > (g.world - 1) * g.chunk for g in self.gathers])
         tensors = found + self.held
-        if is_sharded and has_rows and not any([t.is_inference() for t in tensors]):
-            self.counting = tensors
+        is_inference = any([t.is_inference() for t in tensors])
+        self.counts_writes = is_sharded and has_rows and not is_inference
+        self.native.count_writes(tensors if self.counts_writes else [])
         return self.held
+
+    def hold(self, shards: list[Tensor]) -> list[Tensor]:
+        """Lets `native` hold these shards, and the amax histories of their layers."""
+        histories = [gather.module().amax_history for gather in self.gathers if self.is_delayed]
+        of_shards = [s if h is None else h for h, s in zip(histories, shards)]
+        self.native.hold_shards(shards, of_shards)
+        self.held, self.is_cuda = shards, any([t.is_cuda for t in shards])
+        return shards
 
     def forget(self) -> None:
         """Looks at FSDP2's parameters, the gathered tensors and the layers again."""
-        self.targets = []
+        self.has_targets = self.is_current = False
         for hook in self.hooks[:1]:
             hook.start = None
 
     # ---- amaxes that mf.step exchanged -----------------------------------------------------------
 
-    def is_measured(self, shards: list[Tensor]) -> bool:
+    def is_measured(self, selection: int) -> bool:
         """Tells whether the amaxes that mf.step exchanged still hold: no shard was written since.
 
         All ranks must return the same, because False makes all of them exchange amaxes. So a rank
@@ -297,38 +347,46 @@ class Batch:
         False, and so do all gathers of this batch after it.
 
         Raises:
-            ValueError: other ranks have not written to their shards.
+            ValueError: other ranks have not written to their shards, or their layers are in the
+                other mode: evaluation may replace weights with no write counted.
         """
-        tensors, writes = self.measured
-        if self.is_captured or not tensors:
+        is_training = self.is_training
+        if is_training != self.was_training and self.has_amaxes and self.exchanged[selection]:
+            absent = "their layer is in the other mode"
+            self.gathers[0].meet("the gather in another mode of", MODE, absent)
+            self.was_training = is_training
+        if not is_training or self.is_captured or not self.has_amaxes:
             return False
-        if tensors is self.counting and shards is self.held:
-            is_noted = not (self.is_touched or ShardedWeight.is_traced)
-            if is_noted or writes == self.count_writes():
-                return True
+        if not self.native.is_written():
+            self.has_current_amaxes = not self.has_alias
+            return True
         if any(self.exchanged) and self.world > 1:
             absent = "their layer is not written to"
             self.gathers[0].meet("the gather after a write to", WRITTEN, absent)
-        self.measured = [], 0
+        self.has_amaxes = False
         return False
 
     def note_measured(self) -> None:
-        """Notes the writes before amaxes that mf.step has exchanged."""
-        self.measured = self.counting, self.count_writes()
-
-    def count_writes(self) -> int:
-        """Returns the number of writes to all shards."""
-        self.is_touched = self.has_alias
-        with WithoutTorchFunction():
-            return sum(map(writes_of, self.counting))
+        """Notes that mf.step has exchanged amaxes."""
+        self.has_amaxes = self.counts_writes
+        self.has_current_amaxes = self.has_amaxes and self.is_training and not self.has_alias
 
 
-def exchange_amaxes(
-    batches: Sequence[Batch], shards: Sequence[list[Tensor]], selection: int
-) -> None:
+def in_memory(mode: str, selection: int, keeps_row: bool) -> frozenset[int]:
+    """Returns the gathers whose directions are in memory after one of them."""
+    if mode == "split":
+        return frozenset({selection})
+    is_freed = mode == "one" and selection == BACKWARD and not keeps_row
+    return frozenset({BACKWARD} if is_freed else {FORWARD, BACKWARD})
+
+
+def exchange_amaxes(batches: tuple[Batch, ...], selection: int) -> None:
     """Measures the amaxes of batches of the same ranks, in one all-reduce."""
-    exchange = torch.classes.minifloat.AmaxExchange([batch.native for batch in batches])
-    amaxes = exchange.measure([shard for of_batch in shards for shard in of_batch], selection)
+    exchange = batches[0].exchanges.get(batches)
+    if exchange is None:
+        exchange = torch.classes.minifloat.AmaxExchange([batch.native for batch in batches])
+        batches[0].exchanges[batches] = exchange
+    amaxes = exchange.measure(selection)
     if amaxes.numel() > 0 and batches[0].world > 1:
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=batches[0].ranks)
     exchange.accept(amaxes)  # bits of magnitudes order like the values, NaN above infinity

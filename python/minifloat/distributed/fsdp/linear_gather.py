@@ -7,7 +7,7 @@ A gather before forward leaves tensors that only backward reads without memory. 
 moves the rowwise codes, and the gather before backward moves the columnwise ones. In mode "one" the
 columnwise codes are transposed from the rowwise ones, which the gather before backward then
 frees. Where a forward needs codes that are not in memory, `LinearGather.bring` gets them: in mode
-"split" by an all-gather for all weights of the batch, in mode "one" by a transpose:
+"split" by an all-gather for all weights of the batch, in mode "one" by transposes of them:
 
     rowwise codes, in backward     where a forward runs again: when that forward first reads them,
                                    and from then on in each pre-gather hook of backward
@@ -118,11 +118,12 @@ class LinearGather(BatchedGather):
         """Brings the directions that a forward reads and no gather has moved; on all ranks."""
         if not isinstance(whole, GatheredWeight):
             return
-        if FORWARD not in self.gathered:
+        gathered = self.gathered_by.gathered[self.plan.mode]
+        if FORWARD not in gathered:
             if is_in_backward():
                 self.note_reading(FORWARD)
             self.bring(FORWARD)
-        is_missing = reads_columnwise and BACKWARD not in self.gathered
+        is_missing = reads_columnwise and BACKWARD not in gathered
         if is_missing and not self.is_gathered_for_backward():
             self.bring(BACKWARD)
 
@@ -131,18 +132,14 @@ class LinearGather(BatchedGather):
 
     def lacking(self, storage: int) -> int | None:
         row, col = self.targets[:3], self.targets[3:]
-        if FORWARD not in self.gathered and storage in storages(row):
+        if FORWARD not in self.gathered() and storage in storages(row):
             return FORWARD if has_memory(col[0]) else None
-        is_read_now = BACKWARD not in self.gathered and not self.is_gathered_for_backward()
+        is_read_now = BACKWARD not in self.gathered() and not self.is_gathered_for_backward()
         is_col = is_read_now and storage in storages(col)
         return BACKWARD if is_col and has_memory(row[0]) else None
 
     def bring(self, selection: int) -> None:
         if self.plan.mode == "split":
             self.joined_batch().fetch(selection)
-            return
-        row, col, bits = self.targets[0], self.targets[3], Spec.parse(self.plan.row).code_bits
-        row.untyped_storage().resize_(self.world * self.casts[0].chunk_bytes(self.world))
-        sizes = [*self.shape[::-1], bits]
-        torch.classes.minifloat.MatrixTransposes([col], [row], sizes).run()
-        self.gathered |= {FORWARD}
+        else:
+            self.joined_batch().transpose_back()

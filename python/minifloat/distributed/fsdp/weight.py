@@ -143,32 +143,31 @@ def require_no_shard(module: nn.Module, fqn: str, weight: Tensor) -> None:
 # ---- all weights at once -------------------------------------------------------------------------
 
 
-def sharded_batches(
-    modules: Iterable[nn.Module],
-) -> dict[dist.ProcessGroup, dict[Batch, list[Tensor]]]:
-    """Finds the batches and their shards, by process group.
+def sharded_batches(modules: Iterable[nn.Module]) -> dict[dist.ProcessGroup, list[Batch]]:
+    """Finds the batches, by process group.
 
     Leaves out weights that have not been gathered yet, those that FSDP2 offloads, and those whose
     gathers a CUDA graph has captured: they measure their shards.
     """
-    found: dict[dist.ProcessGroup, dict[Batch, list[Tensor]]] = {}
+    found: dict[dist.ProcessGroup, list[Batch]] = {}
     seen: set[Batch | None] = set()
     for module in modules:
         gather = module.__dict__.get("weight_gather")
-        if not isinstance(gather, LinearGather) or gather.batch in seen:
-            continue
-        if not gather.is_quantized:
-            continue
-        parameter: Any = module._parameters["weight"]
-        local = getattr(parameter, "_local_tensor", None)
-        if not isinstance(local, ShardedWeight):
-            continue
-        if local.shard.device.type != parameter.device_mesh.device_type:
+        if not isinstance(gather, LinearGather) or gather.batch in seen or not gather.is_quantized:
             continue
         batch = gather.joined_batch()
+        if not batch.is_current:
+            parameter: Any = module._parameters["weight"]
+            local = getattr(parameter, "_local_tensor", None)
+            if not isinstance(local, ShardedWeight):
+                continue
+            if local.shard.device.type != parameter.device_mesh.device_type:
+                continue
+            if not batch.shards():
+                batch.hold([local.shard])
         seen.add(batch)
         if not batch.is_captured:
-            found.setdefault(gather.group, {})[batch] = batch.shards() or [local.shard]
+            found.setdefault(gather.group, []).append(batch)
     return found
 
 
@@ -217,6 +216,6 @@ def exchange_scales(modules: Iterable[nn.Module]) -> None:
                 absent="they have not called it",
                 differs=SAME_WEIGHTS,
             )
-        exchange_amaxes(list(batches), list(batches.values()), BOTH_GATHERS)
+        exchange_amaxes(tuple(batches), BOTH_GATHERS)
         for batch in batches:
             batch.note_measured()  # for the next gathers

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import signature
+from types import BuiltinMethodType, MethodType
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ...tensor.quantized_tensor import Context, Op, QuantizedTensor
 from .gather import Gather, GatherInputs, Received
 
 aten = torch.ops.aten
+METHODS = (MethodType, BuiltinMethodType)
 
 
 # ---- the shard -----------------------------------------------------------------------------------
@@ -33,23 +35,28 @@ aten = torch.ops.aten
 class BeforeGather:
     """The pre-gather hook of one shard. FSDP2 inspects the hook's signature at each gather."""
 
+    __slots__ = ("__signature__", "batch", "gather", "place", "receiver", "shard", "start")
     OF_FULL_SHARD = signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
     OF_SHORT_SHARD = signature(lambda mesh: None)
 
     def __init__(self, shard: Tensor, gather: Gather) -> None:
         self.shard, self.gather = shard, gather
-        # What the next call returns, and what returns the inputs of every call; else Gather.send.
-        self.ready: GatherInputs | None = None
-        self.start: Callable[[], GatherInputs] | None = None
+        # The Batch that has this hook's inputs when its turn comes, the hook's place there, and
+        # what receives the outputs. `start`: the Batch's, for its first hook.
+        self.batch: Any = None
+        self.place = 0
+        self.receiver: Callable[[Sequence[Tensor]], None] | None = None
+        self.start: Callable[[], list[Tensor]] | None = None
         is_full = shard.shape[0] == gather.chunk
         self.__signature__ = self.OF_FULL_SHARD if is_full else self.OF_SHORT_SHARD
 
     def __call__(self, mesh: object, *others: Any) -> GatherInputs:
-        if (ready := self.ready) is not None:
-            self.ready = None
-            return ready
+        batch = self.batch
+        if batch is not None and batch.turn == self.place:
+            batch.turn += 1
+            return batch.inputs.pop(), self.receiver
         if self.start is not None:
-            return self.start()
+            return self.start(), self.receiver
         dtype = others[-1].param_dtype or self.shard.dtype if others else None
         return self.gather.send(self.shard, dtype)
 
@@ -78,9 +85,9 @@ class ShardedWeight(Tensor):
         return out
 
     def fsdp_post_all_gather(
-        self, outputs: Sequence[Tensor], metadata: object, dtype: object, *, out: object = None
+        self, outputs: Sequence[Tensor], metadata: Any, dtype: object, *, out: object = None
     ) -> Received:
-        if out is not None and callable(metadata):  # a batch's, after the first gather
+        if out is not None and type(metadata) in METHODS:  # a batch's, after the first gather
             metadata(outputs)
             return None
         return self.weight_gather.receive(outputs, metadata, out)
