@@ -7,6 +7,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "layers/operand_forms.h"
 #include "layers/shard_casts.h"
 #include "minifloat/core/philox.h"
 #include "ops/bridge.h"
@@ -72,72 +73,6 @@ bool cast_raises_history(const PreparedRecipe& recipe, const OperandUse& row, co
          !state.sharding && !state.cast && !state.returns_amaxes && state.other_histories.empty();
 }
 
-// Returns the product that reads an operand.
-PlannedProduct product_that_reads(const PreparedRecipe& recipe, Place place,
-                                  const at::Device& device) {
-  const Recipe& of = recipe.recipe;
-  switch (place) {
-    case kDgradG:
-    case kDgradW: return plan_product(of.dgrad, recipe.dgrad, device);
-    case kWgradG:
-    case kWgradX: return plan_product(of.wgrad, recipe.wgrad, device);
-    default: return plan_product(of.fprop, recipe.fprop, device);
-  }
-}
-
-// Returns the shape of the product that reads an operand of x, where its sizes are no symbols, with
-// one row of the result: an engine takes any number.
-std::optional<ProductShape> product_shape(const Spec& spec, const Tensor& x, Place place,
-                                          const std::array<SymInt, 2>& features,
-                                          at::ScalarType dtype) {
-  const auto& [n, k] = features;
-  const bool is_fprop = place == kFpropX || place == kFpropW;
-  const auto to_n = (is_fprop ? n : k).maybe_as_int(),
-             to_k = x.sym_size(kOperands[place].columnwise ? 0 : 1).maybe_as_int();
-  if (!to_n || !to_k) return std::nullopt;
-  return ProductShape{.m = 1, .n = *to_n, .k = spec.padded_cols(*to_k), .out_dtype = dtype};
-}
-
-// Returns whether the engine that reads an operand of x reads a form, and accepts the sizes.
-bool is_read_in(bool Engine::* form, at::ScalarType dtype, const PreparedRecipe& recipe,
-                const Tensor& x, Place place, const CastContext& state) {
-  const PlannedProduct product = product_that_reads(recipe, place, x.device());
-  if (!(product.engine.*form)) return false;
-  const auto shape = product_shape(recipe.specs[place], x, place, *state.features, dtype);
-  return shape && product.engine.takes(product.product, product.capability, *shape);
-}
-
-// Returns whether this process has an operand whole, and products of one matrix read its codes.
-bool is_of_one_matrix(const OperandUse& needed, const CastContext& state) {
-  return needed.is_needed && !needed.decoded && state.features && !state.sharding &&
-         !state.groups.table;
-}
-
-// Returns whether the cast writes an FP4 operand as FP8: where the product that follows reads FP8,
-// and nothing else reads the operand. x and the weight of backward are saved, and stay FP4, unless
-// backward casts x anew. mxfp4 stays FP4 too: its cast finds no amax of a row before it writes.
-bool writes_fp8(const PreparedRecipe& recipe, const Tensor& x, const OperandUse& needed,
-                const CastContext& state) {
-  const Spec& spec = recipe.specs[needed.place];
-  const bool is_saved = needed.place == kDgradW || recipe.keeps_codes(needed.place) ||
-                        (needed.place == kWgradX && !needed.recomputed);
-  if (is_saved || !is_of_one_matrix(needed, state)) return false;
-  if (spec.rule != ScaleRule::kNvfp4 || !spec.is_fp4_by_powers_of_two()) return false;
-  return is_read_in(&Engine::reads_fp4_as_fp8, at::kFloat, recipe, x, needed.place, state);
-}
-
-// Returns whether the cast writes swizzled scales: where the product that reads the operand, now or
-// in backward, reads them. Dequantization does not; of what an op returns its caller decided.
-// Products that the engine leaves to the next one undo the layout.
-bool writes_swizzled(const PreparedRecipe& recipe, const Tensor& x, const OperandUse& needed,
-                     const CastContext& state) {
-  const Place place = needed.place;
-  const bool is_dequantized = recipe.keeps_codes(place) || recipe.specs[place].is_of_forward();
-  if (is_dequantized || !is_of_one_matrix(needed, state)) return false;
-  if (state.apart_col && kOperands[place].columnwise) return state.swizzled_apart;
-  return is_read_in(&Engine::reads_swizzled, at::kBFloat16, recipe, x, place, state);
-}
-
 // Casts x by an op for forward and an op for backward, so that a checkpoint computes the latter
 // alone again. The amax that it scales by is an op too, whose result mf.checkpoint_policy keeps.
 Directions quantize_apart(const PreparedRecipe& recipe, const Tensor& x, Place row, Place col,
@@ -150,7 +85,8 @@ Directions quantize_apart(const PreparedRecipe& recipe, const Tensor& x, Place r
       of_row.amax_row = of_col.amax_col;
   }
   of_row.amax_col.reset(), of_col.amax_row.reset();
-  of_row.fp8_col = of_row.swizzled_col = false;  // forms of the direction that is absent
+  // A direction that is absent has no form.
+  of_row.decoded_col = of_row.fp8_col = of_row.swizzled_col = false;
   of_col.decoded_row = of_col.fp8_row = of_col.swizzled_row = false;
   return {quantize(x, plan.row, "", of_row).first, quantize(x, "", plan.col, of_col).second};
 }

@@ -177,7 +177,6 @@ const Spec& check_operand(const Tensor& codes, const Tensor& scale, const Tensor
 }
 
 Parts as_parts(torch_ops::BlockScaledSide side) {
-  side.scale[0] = side.scale[0].clone();  // it may be the op's argument
   return {side.codes.clone(), std::move(side.scale), std::move(side.scaling),
           std::move(side.swizzle)};
 }
@@ -192,8 +191,10 @@ Parts block_scaled_operand_kernel(const Tensor& codes, const Tensor& scale, cons
     if (!is_meta) bridge::check_memory("block_scaled_operand", "codes, scale and amax", *t);
   const at::AutoDispatchBelowADInplaceOrView below;
   if (!is_meta && spec.has_tensor_amax()) factor = torch_ops::tensor_factor_of(spec, scale, amax);
-  if (scale.dim() == 3)
-    return as_parts(torch_ops::block_scaled_side(spec, {codes, scale.contiguous(), amax}, factor));
+  if (scale.dim() == 3) {
+    const Tensor own = scale.clone(at::MemoryFormat::Contiguous);  // no result is an argument
+    return as_parts(torch_ops::block_scaled_side(spec, {codes, own, amax}, factor));
+  }
   return as_parts(torch_ops::block_scaled_side(spec, codes, scale, factor));
 }
 

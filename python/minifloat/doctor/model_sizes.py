@@ -141,7 +141,7 @@ def parse_text(text: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for pair in re.findall("[^,]+", text):
         name, _, value = (word.strip() for word in pair.partition("="))
-        if name not in NAMES or not value.isdecimal():
+        if name not in NAMES or not value.isdecimal() or name in found:
             raise ValueError(f"--model: expected sizes as {TEXT}; got {pair.strip()!r}")
         found[name] = int(value)
     return found
@@ -194,7 +194,8 @@ class Config(NamedTuple):
         if not isinstance(value, int) or isinstance(value, bool) or (value < least and given):
             got = repr(value) if given else "none"
             raise ValueError(
-                f"{self.where}: expected {name} as an integer of at least {least}, got {got}"
+                f"{self.where}: expected {name} as an integer of at least {least}, got {got}; or "
+                f"pass sizes instead: --model {TEXT}"
             )
         return value
 

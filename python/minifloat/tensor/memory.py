@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .quantized import Quantized
 
 NO_ADDRESS = (
-    "QuantizedTensor: data_ptr() in C++: expected memory of values, got a weight of codes, which "
+    "QuantizedTensor: address of memory: expected memory of values, got a weight of codes, which "
     "has none; call dequantize() for the values; give an optimizer that reads addresses, as "
     "Transformer Engine's FusedAdam does, masters (mf.distributed.quantize_master_weights), or "
     "take one of torch.optim or torchao"

@@ -106,6 +106,28 @@ def test_tensors_are_listed_once():
     run_world(1, check_kept)
 
 
+def check_dropped(rank):
+    """Checks that a copy of a shard, as FSDP2 offloads it, is dropped after its gather."""
+    model, step = stepped(FEW, "fp8_tensorwise")
+    for _ in range(3):
+        step(False)
+    gather = model[0][0].weight_gather
+    gc.disable()
+    model[0].unshard()
+    copy = model[0][0].weight_gather.held_shard(torch.device("cpu")).clone()
+    inputs, receive = gather.send(copy, None)
+    receive([t.clone() for t in inputs])
+    kept = weakref.ref(copy)
+    del copy, inputs, receive
+    is_dropped = kept() is None
+    gc.enable()
+    assert is_dropped
+
+
+def test_copies_of_offloaded_shards_are_dropped():
+    run_world(1, check_dropped)
+
+
 # ---- assignment ----------------------------------------------------------------------------------
 
 

@@ -148,6 +148,28 @@ def test_a_write_is_seen(tmp_path):
     run_world(2, check_writes, str(tmp_path))
 
 
+def check_values_that_return(rank):
+    """Evaluates smaller weights, between writes that torch does not count."""
+    for recipe in RECIPES:
+        model = sharded(built(recipe))
+        train(model, 1, use_step=True)
+        shards = [p._local_tensor.shard.data for p in parameters(model)]
+        model.eval()
+        for shard in shards:
+            shard.mul_(1 / 64)
+        with torch.no_grad():
+            model(batch(5))
+        model.reshard()
+        for shard in shards:
+            shard.mul_(64)
+        model.train()
+        require_current(model, recipe)
+
+
+def test_values_that_return_after_an_evaluation():
+    run_world(2, check_values_that_return)
+
+
 def check_first_writes(rank, folder):
     """Checks the first write to a model, of whose weights no other tensor was made before."""
     for write in (*WRITES, lambda m: load_checkpoint(m, folder)):

@@ -36,8 +36,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...nn.state.random_state import is_in_backward
 from ...nn.state.recipe_state import RecipeState
-from ...private_torch import backward_id
 from ...recipe import Recipe
 from ...spec import Spec
 from ...tensor.quantized_tensor import NOMINAL_DTYPES
@@ -321,7 +321,12 @@ class Gather:
 
     def serves_forward_alone(self) -> bool:
         """Tells whether FSDP2 will gather again before backward; False without its state."""
-        return backward_id() == -1 and is_resharded_after(self.fsdp_group())
+        group: Any = None if is_in_backward() else self.fsdp_group()
+        try:  # an enum's property `name` is slow
+            is_forward = group._training_state._name_ == "FORWARD"
+        except AttributeError:
+            return False
+        return is_forward and bool(getattr(group, "_reshard_after_forward", False))
 
     def held_shard(self, device: torch.device) -> Tensor:
         """Returns this rank's part of the parameter on the device that computes."""
@@ -363,14 +368,6 @@ class Gather:
     def bring(self, selection: int) -> None:
         """Brings a direction by this gather, apart from FSDP2's gathers; on all ranks."""
         raise NotImplementedError
-
-
-def is_resharded_after(group: Any) -> bool:
-    """Tells whether FSDP2 is in a group's forward, and reshards after it; False for None."""
-    try:  # an enum's property `name` is slow
-        return group._training_state._name_ == "FORWARD" and bool(group._reshard_after_forward)
-    except AttributeError:
-        return False
 
 
 def storages(tensors: Iterable[Tensor]) -> list[int]:

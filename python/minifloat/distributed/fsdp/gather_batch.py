@@ -20,17 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...nn.state.random_state import is_capturing
-from ...private_torch import backward_id
+from ...nn.state.random_state import is_capturing, is_in_backward
 from ...spec import Spec
-from .gather import (
-    BACKWARD,
-    FORWARD,
-    Gather,
-    GatherInputs,
-    is_resharded_after,
-    keep_for_current_stream,
-)
+from .gather import BACKWARD, FORWARD, Gather, GatherInputs, keep_for_current_stream
 from .weight_tensors import BeforeGather, ShardedWeight
 
 if TYPE_CHECKING:
@@ -50,7 +42,8 @@ class BatchedGather(Gather):
         super().__init__(*args)
         self.casts: tuple[Any, Any]  # native ShardCasts, rowwise and columnwise, since the first
         self.targets: list[Tensor] = []  # both directions' tensors, since the first gather
-        self.gathered_by: Batch  # at the last gather
+        # The gathers whose directions are in memory, by mode, of those gathered together.
+        self.gathered_together: dict[str, frozenset[int]] = {}
         self.has_alias = False  # whether other tensors have the shard's memory
         self.batch: Batch | None = None  # of FSDP2's parameter group; of a tied weight alone
 
@@ -71,7 +64,11 @@ class BatchedGather(Gather):
 
     def gathered(self) -> frozenset[int]:
         """Returns the gathers whose directions are in memory."""
-        return self.gathered_by.gathered[self.plan.mode]
+        return self.gathered_together.get(self.plan.mode, frozenset())
+
+    def note_gathered(self, selection: int) -> None:
+        """Notes that one more direction of this mode's weights is in memory."""
+        self.gathered_together[self.plan.mode] = self.gathered() | {selection}
 
     def joined_batch(self) -> Batch:
         """Returns the batch of FSDP2's parameter group, once all its weights have been gathered."""
@@ -104,22 +101,10 @@ class Batch:
         parameters: references to FSDP2's parameters; None: one weight, whose shard its hook passes.
     """
 
-    # Slots, which are read faster than a dict.
-    __slots__ = (
-        *("gathers", "fsdp_parameters", "fsdp_group", "ranks", "world", "title", "splits"),
-        *("native", "native_cast", "fill", "fills_both", "exchanged", "exchanges", "is_delayed"),
-        *("found", "held", "is_cuda", "counts_writes", "hooks", "is_current", "has_targets"),
-        *("selection", "turn", "inputs", "outputs", "receivers", "rowwise", "taken", "on_demand"),
-        *("gathered", "gathered_after", "has_amaxes", "has_current_amaxes", "has_alias"),
-        *("is_training", "was_training", "is_captured"),
-    )
-
     def __init__(
         self, gathers: Sequence[BatchedGather], parameters: Sequence[weakref.ref[FSDPParam]] = ()
     ) -> None:
         first = gathers[0]
-        first.fsdp_group()
-        self.fsdp_group = first._fsdp_group  # a weak reference
         self.gathers, self.fsdp_parameters = list(gathers), parameters
         self.ranks, self.world = first.group, first.world
         self.native = torch.classes.minifloat.GatherBatch(
@@ -131,7 +116,8 @@ class Batch:
         )
         self.native_cast, self.fill = self.native.cast, self.native.fill
         self.exchanged = [self.native.exchanged(selection) for selection in (FORWARD, BACKWARD)]
-        self.exchanges: dict[tuple[Batch, ...], Any] = {}  # with these batches, this one first
+        # The last two exchanges of amaxes, each with its batches, of which this one is the first.
+        self.exchanges: list[tuple[tuple[Batch, ...], Any]] = []
         self.splits = [gather for gather in gathers if gather.plan.mode == "split"]
         self.fills_both = len(self.splits) < len(gathers)  # directions of a weight, after a gather
         specs = {spec for gather in gathers for spec in (gather.plan.row, gather.plan.col)}
@@ -144,18 +130,16 @@ class Batch:
         self.turn = -1  # of the hook that is to be called next
         self.inputs: list[list[Tensor]] = []  # of that hook and those after it, last first
         self.outputs: list[Tensor] = []  # all ranks' inputs, weight by weight
-        collect: Callable[[Sequence[Tensor]], None] = self.outputs.extend
-        self.receivers = [*[collect] * (len(gathers) - 1), self.receive]  # of each weight's outputs
         self.rowwise: Sequence[list[Tensor]] = ()  # fprop's, gathered apart before backward
         self.taken: Sequence[list[Tensor]] = ()  # the inputs in a world of one
-        # The gathers whose directions are in memory, by mode: now, and after each gather.
+        # The gathers whose directions are in memory, by mode: now, and after each gather. Weights
+        # refer to the former, and not to this batch.
         modes = {gather.plan.mode for gather in gathers}
-        self.gathered: dict[str, frozenset[int]] = dict.fromkeys(modes, frozenset())
+        self.gathered: dict[str, frozenset[int]] = {}
         self.gathered_after = [
             [{mode: in_memory(mode, selection, keeps) for mode in modes} for keeps in (False, True)]
             for selection in (FORWARD, BACKWARD)
         ]
-        self.on_demand = first.on_demand  # as of all weights
         self.is_current = False  # whether what `shards` found still holds
         self.has_targets = False  # whether `native` holds what a gather fills
         self.has_amaxes = False  # whether mf.step has exchanged amaxes
@@ -178,12 +162,17 @@ class Batch:
             held = self.hold([shard])
         if gather is not self.gathers[0] or not held or held[0] is not shard:
             self.forget()
+            self.turn, self.inputs = -1, []  # of a gather that an exception ended
             return Batch([gather]).send(gather, shard)
         for member, of_member in zip(self.gathers, held):
             member.require_dtype(of_member)
         for hook in self.hooks[:1]:
             hook.start, self.is_current = self.start, True
-        return self.start(), self.receivers[0]
+        return self.start(), self.receiver(0)
+
+    def receiver(self, place: int) -> Callable[[Sequence[Tensor]], None]:
+        """Returns what is called with the outputs of the weight at a place."""
+        return self.receive if place == len(self.gathers) - 1 else self.outputs.extend
 
     def start(self) -> list[Tensor]:
         """Casts the shards of all weights, and keeps what the hooks but the first return.
@@ -191,9 +180,9 @@ class Batch:
         Returns:
             The inputs of the first weight.
         """
-        selection = self.selection = FORWARD if backward_id() == -1 else BACKWARD
+        selection = self.selection = BACKWARD if is_in_backward() else FORWARD
         inputs = self.inputs = self.cast(selection)
-        is_read_again = selection == BACKWARD and self.splits and FORWARD in self.on_demand
+        is_read_again = selection == BACKWARD and self.splits and self.gathers[0].keeps_row
         self.rowwise = self.gather_splits(FORWARD) if is_read_again else ()
         self.taken = list(inputs) if self.world == 1 else ()
         self.outputs.clear()  # of a gather that nobody waited for
@@ -208,16 +197,16 @@ class Batch:
         if self.taken:  # a world of one: FSDP2 gathers the first input of each weight alone
             rest = [of_weight[1:] for of_weight in self.taken]
             received[:] = [t for first, ts in zip(received, rest) for t in (first, *ts)]
-        selection, keeps_row = self.selection, FORWARD in self.on_demand
-        is_forward = selection == FORWARD and self.fills_both
-        is_forward = is_forward and is_resharded_after(self.fsdp_group())
+        first, selection = self.gathers[0], self.selection
+        keeps_row = first.keeps_row
+        is_forward = selection == FORWARD and self.fills_both and first.serves_forward_alone()
         if not self.has_targets:
             self.hold_targets()
             for gather in self.gathers:
-                gather.gathered_by = self
+                gather.gathered_together = self.gathered
             self.has_targets = True
         self.fill(received, selection, ALL_WEIGHTS, is_forward, keeps_row)
-        self.gathered = self.gathered_after[selection][keeps_row]
+        self.gathered.update(self.gathered_after[selection][keeps_row])
         received.clear()
         if self.taken:
             for taken in self.taken:
@@ -252,7 +241,7 @@ class Batch:
         for split, of_weight in zip(self.splits, outputs):
             self.fill(of_weight, selection, self.gathers.index(split), False, True)
             keep_for_current_stream(of_weight)
-            split.gathered_by.note_gathered("split", selection)
+            split.note_gathered(selection)
 
     def transpose_back(self) -> None:
         """Makes the rowwise codes that the weights of mode "one" lack from the columnwise ones."""
@@ -264,11 +253,7 @@ class Batch:
         numbers = [number for of_weight in sizes for number in of_weight]
         torch.classes.minifloat.MatrixTransposes(cols, rows, numbers).run()
         for gather in found:
-            gather.gathered_by.note_gathered("one", FORWARD)
-
-    def note_gathered(self, mode: str, selection: int) -> None:
-        """Notes that one more direction of the weights of a mode is in memory."""
-        self.gathered = {**self.gathered, mode: self.gathered[mode] | {selection}}
+            gather.note_gathered(FORWARD)
 
     def hold_targets(self) -> None:
         """Lets `native` hold what a gather fills: both directions' codes, scale and amax."""
@@ -311,7 +296,7 @@ class Batch:
         self.hold([t.shard for t in local] if is_sharded else [])
         self.hooks = [t.fsdp_pre_all_gather for t in local] if is_sharded else []
         for place, hook in enumerate(self.hooks):
-            hook.batch, hook.place, hook.receiver = self, place, self.receivers[place]
+            hook.batch, hook.place, hook.receiver = self, place, self.receiver(place)
         # Eager writes count on the shard: those to the parameter, to its local tensor, to a state
         # dict's view of it. Those of compiled code count on its input, the parameter or its local
         # tensor. None are counted where a rank has no rows of a weight, or a tensor has no count.
@@ -355,6 +340,8 @@ class Batch:
             absent = "their layer is in the other mode"
             self.gathers[0].meet("the gather in another mode of", MODE, absent)
             self.was_training = is_training
+        if not is_training and self.exchanged[selection]:
+            self.has_amaxes = False  # the exchange that follows replaces them
         if not is_training or self.is_captured or not self.has_amaxes:
             return False
         if not self.native.is_written():
@@ -382,11 +369,13 @@ def in_memory(mode: str, selection: int, keeps_row: bool) -> frozenset[int]:
 
 def exchange_amaxes(batches: tuple[Batch, ...], selection: int) -> None:
     """Measures the amaxes of batches of the same ranks, in one all-reduce."""
-    exchange = batches[0].exchanges.get(batches)
+    first = batches[0]
+    exchange = next((known for of, known in first.exchanges if of == batches), None)
     if exchange is None:
         exchange = torch.classes.minifloat.AmaxExchange([batch.native for batch in batches])
-        batches[0].exchanges[batches] = exchange
+        if first.fsdp_parameters:  # else it casts one shard, and is dropped
+            first.exchanges = [*first.exchanges[-1:], (batches, exchange)]
     amaxes = exchange.measure(selection)
-    if amaxes.numel() > 0 and batches[0].world > 1:
-        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=batches[0].ranks)
+    if amaxes.numel() > 0 and first.world > 1:
+        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=first.ranks)
     exchange.accept(amaxes)  # bits of magnitudes order like the values, NaN above infinity

@@ -118,7 +118,7 @@ class LinearGather(BatchedGather):
         """Brings the directions that a forward reads and no gather has moved; on all ranks."""
         if not isinstance(whole, GatheredWeight):
             return
-        gathered = self.gathered_by.gathered[self.plan.mode]
+        gathered = self.gathered_together[self.plan.mode]  # without a call: for each weight
         if FORWARD not in gathered:
             if is_in_backward():
                 self.note_reading(FORWARD)

@@ -237,12 +237,10 @@ class RecipeState(nn.Module):
                 self._move_state(device)  # the weight's memory was moved, and no method called
         if self.amax_history is not None:
             found["amax_history"] = self.step_history()
-        if self.rng_state is None:
-            return found
-        if is_compiling:
+        if self.rng_state is not None and is_compiling:
             state = self.rng_state.trace(self.training).to(self.stream.device)
             found["rng"] = torch.cat([state, self.stream])
-        else:
+        elif self.rng_state is not None:
             found["rng"] = self.rng_state.draw(self.draws, device, self.training)
         return found
 
