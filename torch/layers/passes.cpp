@@ -123,8 +123,7 @@ Directions operands_of_forward(const ForwardPass& pass, std::size_t i) {
 }  // namespace
 
 Tensor amax_of_codes(const Spec& spec, const QuantizedOperand& operand) {
-  const bool is_factor = spec.has_tensor_amax() && spec.rule != ScaleRule::kTensor;
-  const bool has_amax = (is_factor && !spec.delayed) || spec.has_row_amax();
+  const bool has_amax = (spec.has_tensor_amax() && !spec.delayed) || spec.has_row_amax();
   return has_amax ? operand.amax : Tensor();
 }
 

@@ -42,9 +42,8 @@ struct ForwardPass {
   void save(const QuantizedOperand& operand, Place place) const;
 };
 
-// Returns an operand's amax where products read it with the codes; undefined: they do not. A scale
-// of the tensor alone has no factor besides. Under delayed scaling the amax is for the history, and
-// a cast that raises one returns none.
+// Returns an operand's amax where products read it with the codes; undefined: they do not. Under
+// delayed scaling it is for the history alone, and a cast that raises one returns none.
 Tensor amax_of_codes(const Spec& spec, const QuantizedOperand& operand);
 
 // Quantizes x of a forward pass: rowwise as fprop reads x, columnwise as backward reads x. Operands

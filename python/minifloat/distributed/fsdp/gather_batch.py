@@ -143,6 +143,7 @@ class Batch:
         self.is_current = False  # whether what `shards` found still holds
         self.has_targets = False  # whether `native` holds what a gather fills
         self.has_amaxes = False  # whether mf.step has exchanged amaxes
+        self.are_replaced = False  # whether a gather in evaluation has replaced those
         # Whether it has, the layers are in training, and no op can have written to a shard since.
         self.has_current_amaxes = False
         self.has_alias = False  # whether writes may come that note_write is not told of
@@ -341,8 +342,8 @@ class Batch:
             self.gathers[0].meet("the gather in another mode of", MODE, absent)
             self.was_training = is_training
         if not is_training and self.exchanged[selection]:
-            self.has_amaxes = False  # the exchange that follows replaces them
-        if not is_training or self.is_captured or not self.has_amaxes:
+            self.are_replaced = True  # by the exchange that follows
+        if not is_training or self.is_captured or self.are_replaced or not self.has_amaxes:
             return False
         if not self.native.is_written():
             self.has_current_amaxes = not self.has_alias
@@ -355,7 +356,7 @@ class Batch:
 
     def note_measured(self) -> None:
         """Notes that mf.step has exchanged amaxes."""
-        self.has_amaxes = self.counts_writes
+        self.has_amaxes, self.are_replaced = self.counts_writes, False
         self.has_current_amaxes = self.has_amaxes and self.is_training and not self.has_alias
 
 
