@@ -31,6 +31,7 @@ class Call:
     writes: set[str] = field(default_factory=set)  # arguments whose tensors it may write to
     # Of whole models: every exception will do, and memory is the model's own.
     is_of_models: bool = False
+    reads_memory: bool = True  # False: of the tensors it reads the counts of writes alone
 
 
 CALLS: dict[str, Callable[[Random, Arena], Call]] = {}

@@ -146,7 +146,8 @@ def fault_of_call(one: Call, arena: Arena) -> str | None:
     written = distinct(leaves([value for key, value in one.args.items() if key in one.writes]))
     try:
         result = one.run(**one.args)
-        fault = fault_of_result(result, [] if one.is_of_models else given)
+        is_checked = one.reads_memory and not one.is_of_models
+        fault = fault_of_result(result, given if is_checked else [])
     except BaseException as error:
         fault = fault_of_error(one, error)
         if not isinstance(error, torch.OutOfMemoryError):  # which only the work itself meets

@@ -130,7 +130,7 @@ def _count_writes(rng: Random, arena: Arena) -> Call:
         batch.count_writes(tensors)
         batch.is_written()
 
-    return Call(run, {"tensors": weights.shards})
+    return Call(run, {"tensors": weights.shards}, reads_memory=False)
 
 
 @call("GatherBatch.hold_targets")
