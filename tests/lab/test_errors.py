@@ -148,3 +148,12 @@ def test_the_table_has_a_line_a_rule():
 def test_refusals(x, rules, options, error, match):
     with pytest.raises(error, match=match):
         mf.lab.errors(x, rules, **options)
+
+
+@pytest.mark.parametrize("measure", [mf.lab.errors, mf.lab.fake_quantize])
+@pytest.mark.parametrize("rule", ["mxfp4", RULES["nvfp4"]])
+def test_an_expanded_batch_beyond_memory(measure, rule):
+    """Refused before the first matrix is cast."""
+    x = torch.ones(1, 17, 16).expand(2**39, 17, 16)
+    with pytest.raises(RuntimeError, match=r"not enough memory|can.t allocate memory"):
+        measure(x, rule)

@@ -126,6 +126,10 @@ def fault_of_error(one: Call, error: BaseException) -> str | None:
     return None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
 def fault_of_result(result: Any, given: list[Tensor]) -> str | None:
     """Returns the fault of results outside their memory, or made of several devices' tensors."""
     results = leaves(result)
@@ -150,7 +154,7 @@ def fault_of_call(one: Call, arena: Arena) -> str | None:
         fault = fault_of_result(result, given if is_checked else [])
     except BaseException as error:
         fault = fault_of_error(one, error)
-        if not isinstance(error, torch.OutOfMemoryError):  # which only the work itself meets
+        if not is_out_of_memory(error):  # which only the work itself meets
             written = []
     changes = arena.changed(written)
     if fault is None and changes and not one.is_of_models:

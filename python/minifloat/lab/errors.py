@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .._native import ops
 from ..checks import require_bool, require_int
-from ..inspector.inspect import operand_row, statistics_of_all
+from ..inspector.inspect import length, operand_row, statistics_of_all
 from ..inspector.inspection import TITLES, OperandRow, cells_of, markdown
 from ..spec import Spec
 from .rules import Rule, apply_rule, require_rule, require_values
@@ -96,11 +96,11 @@ def errors(
     for rule in each:
         name = rule.name if isinstance(rule, Rule) else Spec.parse(rule).text
         matrices = x if x.dim() == 3 else x[None]
-        found = [
-            statistics(matrix, rule, columnwise, seed, stream, e)
-            for e, matrix in enumerate(matrices)
-        ]
-        (numbers,) = statistics_of_all(torch.stack(found).cpu())
+        # First the memory: an expanded batch may be longer than what a vector each leaves room for.
+        found = x.new_empty((len(matrices), length()), dtype=torch.float64)
+        for e in range(len(matrices)):
+            found[e] = statistics(matrices[e], rule, columnwise, seed, stream, e)
+        (numbers,) = statistics_of_all(found.cpu())
         rows.append(operand_row("x", name, numbers))
     return Errors(tuple(rows))
 

@@ -250,11 +250,13 @@ class StraightThrough(torch.autograd.Function):
 
 def apply_rule(x: Tensor, rule: Rule) -> Tensor:
     """Returns a rule's values of x (…, rows, cols), as read."""
-    if x.dim() == 3:
-        matrices = [apply_rule(matrix, rule) for matrix in x]
-        return torch.stack(matrices) if matrices else x.float()
     if x.numel() == 0:
         return x.float()
+    if x.dim() == 3:
+        batch = torch.empty(x.shape, device=x.device)
+        for e in range(len(x)):
+            batch[e] = apply_rule(x[e], rule)
+        return batch
     (rows, cols), sizes = x.shape, zip(rule.block, x.shape)
     height, width = (most if size == -1 else size for size, most in sizes)
     # A copy, which the function may write to. Rows of blocks, height, columns of blocks, width.
