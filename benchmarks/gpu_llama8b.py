@@ -63,8 +63,8 @@ import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
 from _measure import PeakMemory, step_flops
 from _parity_records import BF16, Record, read_record, write_record
+from _parity_run import TORCHAO_PREFIX, LossLlama
 from _peers import convert_by_torchao
-from gpu_parity import TORCHAO_PREFIX, LossLlama
 from minifloat.doctor.products import product_dtype
 from minifloat.nn.checkpoint_policy import checkpoint_policy
 from minifloat.nn.convert.quantize import quantize_

@@ -53,8 +53,9 @@ from _parity_records import (
     table,
     write_record,
 )
+from _parity_run import Trial, Windows, rounded
 from _parity_tokens import VOCABULARY, load_tokens
-from gpu_parity import Plan, Trial, Windows, rounded
+from gpu_parity import Plan
 from gpu_torchtitan import FLAVOR, row_of
 
 from tests.support.titan_job import Texts, prepare, train

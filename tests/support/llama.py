@@ -46,8 +46,9 @@ class ModelConfig:
 
     @classmethod
     def parse(cls, text: str, vocab: int) -> "ModelConfig":
-        """Parses `dim,layers,heads,kv_heads,ffn`."""
-        return cls(*map(int, text.split(",")), vocab)
+        """Parses `dim,layers,heads,kv_heads,ffn[,hidden,experts,top_k,shared]`."""
+        dim, layers, heads, kv_heads, ffn, *experts = map(int, text.split(","))
+        return cls(dim, layers, heads, kv_heads, ffn, vocab, *experts)
 
 
 class RMSNorm(nn.RMSNorm):

@@ -1,12 +1,17 @@
 """The records of the parity trial: a run is trained once, and a table has one trial."""
 
+import dataclasses
 import importlib
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
+import minifloat as mf
 import numpy
 import pytest
 import torch
+
+from tests.support.llama import ModelConfig
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -21,7 +26,7 @@ def test_a_run_with_a_record_is_not_trained_again(parity, tmp_path):
     plan = parity.Plan.parse("nvfp4", 2)
     record = {"name": "nvfp4", "seed": 2, "trial": {"steps": 1}, "tokens": "a"}
     parity.write_record(tmp_path / plan.file_name, record)
-    parity.train_runs([plan], parity.Trial(), tmp_path / "no data", tmp_path, limit=1)
+    parity.train_runs([plan], parity.Trial(), tmp_path / "no data", [tmp_path], limit=1)
     assert parity.records_in([tmp_path]) == [record]
     parity.write_record(tmp_path / "bf16_seed_2.jsonl.xz", record | {"tokens": "b"})
     with pytest.raises(SystemExit, match="expected the tokens of"):
@@ -33,6 +38,7 @@ def test_records_in_the_repository_are_of_one_trial(parity):
         importlib.import_module("_parity_records"),
         parity.records_in([parity.RESULTS]),
     )
+    assert records[0]["trial"] == dataclasses.asdict(parity.TRIALS[parity.DENSE])
     bf16 = tables.losses_of(records, "val")["bf16"]
     assert len(bf16) == 3
     for record in records:
@@ -57,6 +63,18 @@ def test_records_in_the_repository_are_of_one_trial(parity):
 def test_an_entry_names_its_record(parity, entry, name, file):
     plan = parity.Plan.parse(entry, 1)
     assert (plan.name, plan.file_name) == (name, f"{file}_seed_1.jsonl.xz")
+
+
+def run_module():
+    return importlib.import_module("_parity_run")
+
+
+def stopped(train_to, stop, run, last, deadline=math.inf):
+    """Trains to step `last` as if the deadline came after step `stop`."""
+    if stop >= last:
+        return train_to(run, last, deadline)
+    train_to(run, stop)
+    return train_to(run, last, -math.inf)
 
 
 def run_of(name, seed, losses, tokens_per_s, device="a"):
@@ -111,9 +129,9 @@ def test_maps_of_the_trial_are_entries_with_the_same_share(parity, tmp_path, mon
     inspecting = importlib.import_module("gpu_inspect")
     sizes = {"seq": 16, "batch": 2, "steps": 3, "warmup": 1, "device": "cpu"}
     trial = parity.Trial("32,4,2,2,64", **sizes)
-    ids = numpy.random.default_rng(0).integers(0, parity.VOCABULARY, 300)
+    ids = numpy.random.default_rng(0).integers(0, run_module().VOCABULARY, 300)
     text = parity.Text(parity.Windows(ids, trial), parity.Windows(ids, trial))
-    monkeypatch.setattr(parity, "compile_layers", lambda _: None)
+    monkeypatch.setattr(run_module(), "compile_layers", lambda _: None)
     found = inspecting.inspect_trial(trial, text, steps=1)
     operations = {row.module: row.operations for row in found.rows}
     lines = inspecting.write_results(found, 0.8, tmp_path).splitlines()
@@ -121,10 +139,9 @@ def test_maps_of_the_trial_are_entries_with_the_same_share(parity, tmp_path, mon
     kept = {}
     for line in lines:
         plan = parity.Plan.parse(line, 1)
-        model = parity.LossLlama(
-            parity.ModelConfig.parse(trial.model, parity.VOCABULARY), trial.seq
-        )
-        report = parity.quantize_(model, plan.recipe, keep=plan.spec.keep)
+        config = ModelConfig.parse(trial.model, run_module().VOCABULARY)
+        model = run_module().LossLlama(config, trial.seq)
+        report = mf.quantize_(model, plan.recipe, keep=plan.spec.keep)
         left = {name for name, _ in report.skipped} & operations.keys() - {"output"}
         kept[plan.name] = sum(operations[name] for name in left)
         assert left
@@ -138,17 +155,27 @@ def test_maps_of_the_trial_are_entries_with_the_same_share(parity, tmp_path, mon
 
 @pytest.fixture
 def small(parity, tmp_path, monkeypatch):
-    """Trains runs of a few steps on a CPU; returns their records by name."""
-    ids = numpy.random.default_rng(0).integers(0, parity.VOCABULARY, 1400)
+    """Trains runs of a few steps on a CPU; returns their records by name.
+
+    stops: the steps before which a command ends, and the next goes on.
+    """
+    ids = numpy.random.default_rng(0).integers(0, run_module().VOCABULARY, 1400)
     tokens = SimpleNamespace(train=ids, validation=ids[:100], fingerprint="of these")
     monkeypatch.setattr(parity, "load_tokens", lambda _: tokens)
+    train_to = parity.Run.train_to
 
-    def train(steps, *entries):
+    def train(steps, *entries, model="32,1,2,2,64", stops=()):
         sizes = {"seq": 16, "batch": 4, "warmup": 1, "eval_every": 4}
-        trial = parity.Trial("32,1,2,2,64", steps=steps, device="cpu", **sizes)
+        trial = parity.Trial(model, steps=steps, device="cpu", **sizes)
         plans = [parity.Plan.parse(entry, 9) for entry in entries]
-        parity.train_runs(plans, trial, tmp_path, tmp_path, limit=600)
-        return {record["name"]: record for record in parity.records_in([tmp_path])}
+        out = tmp_path / str(len(stops))
+        for stop in (*stops, math.inf):
+            monkeypatch.setattr(
+                parity.Run, "train_to", lambda *run_to, at=stop: stopped(train_to, at, *run_to)
+            )
+            parity.train_runs(plans, trial, tmp_path, [out], limit=math.inf)
+            assert bool([*out.glob("*.pt")]) == (stop != math.inf)
+        return {record["name"]: record for record in parity.records_in([out])}
 
     return train
 
@@ -159,7 +186,7 @@ def test_a_small_run_leaves_its_record(parity, small, monkeypatch, entry):
     """Two steps on a CPU, where torchao's conversion is tried without its GEMMs."""
     converted = []
     monkeypatch.setattr(
-        parity, "convert_by_torchao", lambda _, recipe, __: converted.append(recipe), raising=True
+        run_module(), "convert_by_torchao", lambda _, recipe, __: converted.append(recipe)
     )
     (record,) = small(2, entry).values()
     assert (record["name"], record["recipe"], record["seed"]) == (entry, entry, 9)
@@ -178,6 +205,40 @@ def test_another_recipe_takes_over_for_the_last_steps(small):
     assert other["loss"][17:] != whole["loss"][17:]
     assert (other["recipe"], other["then"]) == ("mxfp8", "bf16")
     assert list(other["evaluations"]) == ["4", "8", "12", "16", "20"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("entry", "stops"), [("fp8_delayed", [3]), ("nvfp4 then=mxfp8", [3, 11, 18])]
+)
+def test_a_run_goes_on_from_its_state_to_the_same_bits(small, entry, stops):
+    whole, parts = (small(20, entry, stops=given)[entry] for given in ((), stops))
+    timed = ("seconds", "tokens_per_s", "peak_gib")
+    assert {k: v for k, v in whole.items() if k not in timed} == {
+        k: v for k, v in parts.items() if k not in timed
+    }
+
+
+def test_a_text_that_is_too_short_is_read_again_in_another_order(parity):
+    sizes = {"seq": 16, "batch": 2, "device": "cpu"}
+    windows = parity.Windows(numpy.zeros(16 * 5 + 1), parity.Trial(**sizes))
+    found = torch.stack(windows.batches_of(seed=3, steps=5))
+    assert torch.equal(found[:2].flatten(), windows.order(seed=3)[:4])
+    assert not torch.equal(found[2:4], found[:2])
+    for epoch in (found[:2], found[2:4]):  # four of the five windows, each once
+        assert len(epoch.unique()) == 4
+    with pytest.raises(SystemExit, match="expected 2 windows of text, got 1"):
+        parity.Windows(numpy.zeros(17), parity.Trial(**sizes)).batches_of(3, 1)
+
+
+@pytest.mark.slow
+def test_experts_are_balanced_under_bf16_too(parity, small, monkeypatch):
+    models, record = [], parity.Run.record
+    monkeypatch.setattr(parity.Run, "record", lambda run: models.append(run.model) or record(run))
+    (found,) = small(6, "bf16", model="32,2,2,2,64,32,4,2,1").values()
+    assert len(found["loss"]) == 6
+    assert models[0].layers[0].moe is None
+    assert models[0].layers[1].moe.router.expert_bias.any()
 
 
 def test_gradients_pass_through_the_wire_as_four_ranks_send_them(parity):
