@@ -81,6 +81,22 @@ def fsdp() -> str:
     return table(head, list(at.values()))
 
 
+def by_host() -> str:
+    """Formats steps under FSDP2: ms (speed), and without a graph the ms of host and device."""
+    runs = (pictures.ALONE, pictures.GRAPHED)
+    rows = [row | {"is_graphed": run != runs[0]} for run in runs for row in figures.rows_of(run)]
+
+    def across(row: Row) -> str:
+        return label_of(row) + " as a graph" * row["is_graphed"]
+
+    def cell(row: Row) -> str:
+        speed = "" if figures.name_of(row) == BF16 else f" ({number(row['speed'])})"
+        parts = ("host_ms", "device_ms")[: 0 if row["is_graphed"] else 2]
+        return ", ".join([f"{row['ms']:.1f}{speed}", *(number(row[part], 1) for part in parts)])
+
+    return pivot(rows, "tokens", lambda row: str(row["seq"]), across, cell)
+
+
 def by_recipe(run: str) -> list[str]:
     return list(dict.fromkeys(map(figures.name_of, figures.rows_of(run))))
 

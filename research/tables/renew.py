@@ -39,6 +39,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "few tokens": measured.few_tokens,
     "weight codes": measured.weight_codes,
     "fsdp": measured.fsdp,
+    "by the host": measured.by_host,
     "experts": measured.experts,
     "expert layers": measured.expert_layers,
 }
