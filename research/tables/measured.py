@@ -49,6 +49,14 @@ def layers() -> str:
     return pivot(rows, "recipe", label_of, lambda row: sizes(row["shape"].partition("x")[2]))
 
 
+def layers_of_w4a8() -> str:
+    def cell(row: Row) -> str:
+        return f"{row['ms']:.2f} ms" if figures.name_of(row) == BF16 else number(row["speed"])
+
+    rows = figures.rows_of("gpu_linear_w4a8")
+    return pivot(rows, "recipe", label_of, lambda row: sizes(row["shape"].partition("x")[2]), cell)
+
+
 def small_layers() -> str:
     runs = ("gpu_linear_small", "gpu_linear_small_nvfp4_pow2")
     rows = [row for run in runs for row in figures.rows_of(run)]
