@@ -2,6 +2,7 @@
 
 import re
 
+import minifloat as mf
 import pytest
 import torch
 from minifloat import _native
@@ -26,6 +27,16 @@ def test_another_torch(tmp_path, version):
     expected = f"expected torch 2.9 or 2.11 or 2.14, .* got {re.escape(version)}"
     with pytest.raises(ImportError, match=f"{expected}.*--no-build-isolation"):
         _native.load(tmp_path, version)
+
+
+def test_compiled_code_is_of_this_build(tmp_path):
+    (library,) = _native.FOLDER.glob(f"*_torch_{'.'.join(torch.__version__.split('.')[:2])}.so")
+    tag = _native.tag_of(library)
+    assert torch.compiler.config.cache_key_tag.split().count(tag) == 1
+    assert f"-{mf.__version__}-" in tag
+    other = tmp_path / library.name
+    other.write_bytes(library.read_bytes()[:-1] + b"~")
+    assert _native.tag_of(other) != tag
 
 
 @pytest.mark.parametrize(("cpu", "cuda"), [("CPU", "CUDA"), ("AutocastCPU", "AutocastCUDA")])

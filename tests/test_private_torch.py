@@ -57,6 +57,23 @@ def test_transforms_are_seen_within_an_autograd_function():
     assert found == [False, True]
 
 
+def test_compiled_code_on_disk_has_a_tag(tmp_path, monkeypatch):
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    x, hits = torch.ones(2, 2), []
+    for tags in (["old"], ["old", "old"], ["new"], ["new"]):
+        torch.compiler.reset()
+        with torch.compiler.config.patch(cache_key_tag="of a user"):
+            for tag in tags:
+                private.tag_compiled_code(tag)
+            assert torch.compiler.config.cache_key_tag == f"of a user {tag}"
+            counters.clear()
+            torch.compile(torch.mm, fullgraph=True)(x, x)
+        hits.append(counters["aot_autograd"]["autograd_cache_hit"])
+    assert hits == [0, 1, 0, 1]
+
+
 def test_the_backward_pass_of_a_thread():
     found, ended = [], []
     x = torch.ones(2, requires_grad=True)

@@ -6,9 +6,13 @@ lib/libminifloat.so             the kernels that the operators call; loaded from
 
 from __future__ import annotations
 
+from hashlib import sha256
 from pathlib import Path
 
 import torch
+
+from ._version import __version__
+from .private_torch import tag_compiled_code
 
 FOLDER = Path(__file__).parent / "lib"
 PREFIX = "libminifloat_torch_"
@@ -47,6 +51,12 @@ def load(folder: Path = FOLDER, torch_version: str = torch.__version__) -> None:
         raise ImportError(
             f"minifloat: {path} does not load under torch {torch_version} ({cause})"
         ) from error
+    tag_compiled_code(tag_of(path))
+
+
+def tag_of(library: Path) -> str:
+    """Names a build of the operators: torch reads no compiled code that another build wrote."""
+    return f"minifloat-{__version__}-{sha256(library.read_bytes()).hexdigest()[:16]}"
 
 
 load()

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from minifloat._native import ops
+from minifloat.doctor import pays
+from minifloat.doctor.predict import Job
 
 # Of doctor --model: the default of --recipes, and the options that need it.
 RECIPES = ("fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2", "mxfp8", "nvfp4")
@@ -80,13 +82,13 @@ def add_doctor(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     text = "print the description or the prediction as JSON; not the checks of --gpu"
     parser.add_argument("--json", action="store_true", help=text)
     of_model = parser.add_argument_group("with --model")
-    text = "tokens of a step on each GPU (default: 16384)"
+    text = f"tokens of a step on each GPU (default: {pays.TOKENS})"
     of_model.add_argument("--tokens", type=positive, metavar="N", help=text)
-    text = "tokens of a sequence (default: 4096, or --tokens where that is less)"
+    text = f"tokens of a sequence (default: {pays.SEQUENCE}, or --tokens where that is less)"
     of_model.add_argument("--seq", type=positive, metavar="N", help=text)
-    text = "GPUs that FSDP2 shards the model over (default: 1)"
+    text = f"GPUs that FSDP2 shards the model over (default: {Job.gpus})"
     of_model.add_argument("--gpus", type=positive, metavar="N", help=text)
-    text = "GB/s at which each of several GPUs gathers (default: 200 is assumed)"
+    text = f"GB/s at which each of several GPUs gathers (default: {Job.link:g} is assumed)"
     of_model.add_argument("--link", type=positive_number, metavar="RATE", help=text)
     text = "blocks are compiled; the measurement compiles small ones"
     of_model.add_argument("--compile", action="store_true", default=None, help=text)
@@ -120,8 +122,6 @@ def fail_doctor(error: str, code: int = 1) -> int:
 
 def run_prediction(model: str, given: dict[str, Any], as_json: bool) -> int:
     """Runs `doctor --model`; returns the exit code, 1 where the model cannot be read."""
-    from minifloat.doctor import pays
-
     recipes, is_compiled = given.pop("recipes", RECIPES), given.pop("compile", False)
     try:
         about = pays.predict_model(model, recipes, is_compiled=is_compiled, **given)

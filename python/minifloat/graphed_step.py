@@ -6,8 +6,8 @@
 
 A replay does on the device what the captured step did, and runs no Python. So what Python decides
 must stay as it was at the capture. Each call checks what it can see of that: arguments, the
-optimizer's settings and parameters (graphed_optimizers.py), modes of modules and parameters
-(graphed_modes.py). A learning rate may change.
+optimizer's settings and parameters (graphed_optimizers.py), the model's modes (graphed_modes.py),
+tensors, submodules and recipes (graphed_members.py). A learning rate may change.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from torch.optim import Optimizer
 
 from .checks import require_int, require_module
 from .distributed.handshake import meet, raise_on_all
+from .distributed.reshard import reshard
+from .graphed_members import GraphedMembers
 from .graphed_modes import GraphedModes
 from .graphed_optimizers import GraphedOptimizers
 from .moe.layer import divided_experts
@@ -65,7 +67,8 @@ class GraphedStep:
             GraphedStep. By a call: arguments differ from the first call's; the step returned a
             number, kept gradients, or ran a scheduler; mf.step was never called under delayed
             scaling; after the capture there was a change of the optimizer's settings, state or
-            list of parameters, of `training` of a module, or of `requires_grad` of a parameter.
+            list of parameters, of `training` of a module, or of `requires_grad` of a parameter, or
+            a parameter, buffer, submodule or recipe of the model is another, or was moved.
         RuntimeError: the step waits for the device, or does something else that CUDA cannot
             capture. All ranks raise it, as ValueError where there are others. Training cannot go
             on from there: the capture ran nothing of the step.
@@ -131,10 +134,12 @@ class GraphedStep:
                 self._require_steps_ended()
                 # Not within the capture: each replay would write these.
                 self._optimizers.write_rates()
+                reshard(self._model)  # else no gather is captured
             with _agreed("captured"):
                 graph = self._capture(*received)
             self._graph = graph  # where no rank has failed
         else:
+            self._members.require()
             self._modes.require()
             self._optimizers.require_settings()
             self._received(args, kwargs)
@@ -246,6 +251,7 @@ class GraphedStep:
                 "and a GradScaler around one that is not fused do: move that after the call, and "
                 "start again"
             ) from cause
+        self._members = GraphedMembers(self._model)
         self._modes = GraphedModes(self._model)
         self._optimizers.keep_settings()
         return graph

@@ -73,6 +73,13 @@ def compile_within_alone(code: Any) -> None:
     dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(alone, called))
 
 
+def tag_compiled_code(tag: str) -> None:
+    """Adds a tag to the key of the code that torch.compile keeps on disk, beside a user's own."""
+    config: Any = torch.compiler.config
+    if tag not in config.cache_key_tag.split():
+        config.cache_key_tag = f"{config.cache_key_tag} {tag}".lstrip()
+
+
 def is_compiler_tracing() -> bool:
     """Tells whether torch.compile traces code, or what autograd and tensors do in it."""
     return torch._guards.TracingContext.try_get() is not None

@@ -41,6 +41,7 @@ def pivot(
 PEERS = {
     "torchao tensorwise": "torchao tensorwise",
     "torchao rowwise": "torchao rowwise",
+    "torchao_tensorwise": "torchao tensorwise",
     "te bf16": "Transformer Engine, bf16",
     "te delayed": "Transformer Engine, delayed",
     "te current": "Transformer Engine, current",

@@ -49,6 +49,14 @@ def layers() -> str:
     return pivot(rows, "recipe", label_of, lambda row: sizes(row["shape"].partition("x")[2]))
 
 
+def layers_of_w4a8() -> str:
+    def cell(row: Row) -> str:
+        return f"{row['ms']:.2f} ms" if figures.name_of(row) == BF16 else number(row["speed"])
+
+    rows = figures.rows_of("gpu_linear_w4a8")
+    return pivot(rows, "recipe", label_of, lambda row: sizes(row["shape"].partition("x")[2]), cell)
+
+
 def small_layers() -> str:
     runs = ("gpu_linear_small", "gpu_linear_small_nvfp4_pow2")
     rows = [row for run in runs for row in figures.rows_of(run)]
@@ -79,6 +87,22 @@ def fsdp() -> str:
             texts = (number(row[f], d) for f, d in (("ms", 1), ("speed", 2), ("peak_gib", 1)))
             at[row["recipe"]] += texts
     return table(head, list(at.values()))
+
+
+def by_host() -> str:
+    """Formats steps under FSDP2: ms (speed), and without a graph the ms of host and device."""
+    runs = (pictures.ALONE, pictures.GRAPHED)
+    rows = [row | {"is_graphed": run != runs[0]} for run in runs for row in figures.rows_of(run)]
+
+    def across(row: Row) -> str:
+        return label_of(row) + " as a graph" * row["is_graphed"]
+
+    def cell(row: Row) -> str:
+        speed = "" if figures.name_of(row) == BF16 else f" ({number(row['speed'])})"
+        parts = ("host_ms", "device_ms")[: 0 if row["is_graphed"] else 2]
+        return ", ".join([f"{row['ms']:.1f}{speed}", *(number(row[part], 1) for part in parts)])
+
+    return pivot(rows, "tokens", lambda row: str(row["seq"]), across, cell)
 
 
 def by_recipe(run: str) -> list[str]:

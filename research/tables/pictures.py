@@ -125,9 +125,9 @@ def blocks() -> str:
 
 # ---- A step under FSDP2, by the host -------------------------------------------------------------
 SMALL = {"fill": GRAY, "font_size": "12"}
-ALONE = "gpu_fsdp_alone"  # the run of gpu_fsdp.py: one rank of several
+ALONE, GRAPHED = "gpu_fsdp_alone", "gpu_fsdp_alone_graph"  # one rank of several, of gpu_fsdp.py
 LINES = (  # name, run, recipe, dashes
-    ("fp8_tensorwise as a CUDA graph", f"{ALONE}_graph", "fp8_tensorwise", "6 4"),
+    ("fp8_tensorwise as a CUDA graph", GRAPHED, "fp8_tensorwise", "6 4"),
     ("fp8_tensorwise", ALONE, "fp8_tensorwise", "none"),
     ("torchao tensorwise", ALONE, "torchao_tensorwise", "none"),
 )

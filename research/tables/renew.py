@@ -35,10 +35,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "step": measured.step,
     "step parts": measured.step_parts,
     "layers": measured.layers,
+    "layers of w4a8": measured.layers_of_w4a8,
     "small layers": measured.small_layers,
     "few tokens": measured.few_tokens,
     "weight codes": measured.weight_codes,
     "fsdp": measured.fsdp,
+    "by the host": measured.by_host,
     "experts": measured.experts,
     "expert layers": measured.expert_layers,
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from dataclasses import fields
 
 import pytest
 import torch
@@ -40,8 +41,10 @@ OF_EXPERTS = {
 }
 # Routers, and what a model with images has beside its decoder.
 NOT_READ = re.compile(r"\.(gate|router|shared_expert_gate)\.weight$|vision|multi_modal_projector")
-# What the reading depends on. A class fills in its own default for each that is absent.
-READ = [*SIZES, *OF_EXPERTS, "tie_word_embeddings", "moe_layers"]
+# What may be absent alone. A class fills in its own default, which other sizes may not fit.
+READ = {"head_dim", *OF_EXPERTS, "tie_word_embeddings", "moe_layers"}
+# Their classes have null, which builds no model.
+NO_DEFAULT = {"dots1": ("n_routed_experts", "num_experts_per_tok", "n_shared_experts")}
 
 
 def tiny_config(kind, is_tied):
@@ -83,27 +86,49 @@ def test_the_weights_are_those_that_transformers_builds(kind, is_tied, tmp_path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_absent_has_the_default_of_transformers_or_is_refused(kind, tmp_path):
-    whole, refused = tiny_config(kind, not KINDS[kind].tied), {}
-    for name in [name for name in READ if name in whole]:
+def test_what_is_absent_has_the_default_of_transformers(kind, tmp_path):
+    whole, no_default = tiny_config(kind, not KINDS[kind].tied), NO_DEFAULT.get(kind, ())
+    for name in READ & whole.keys():
         config = {key: value for key, value in whole.items() if key != name}
+        if name in no_default:
+            with pytest.raises(ValueError, match=rf"\b{name} .*as an integer of at .*, got none"):
+                read(config, tmp_path)
+        else:
+            assert read_weights(read(config, tmp_path)) == built_weights(config), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_sizes_may_be_absent(kind, tmp_path):
+    given = {name: OF_EXPERTS[name] for name in NO_DEFAULT.get(kind, ())}
+    config = {"model_type": kind, "num_hidden_layers": 3, **given, **TOKENS}
+    assert read_weights(read(config, tmp_path)) == built_weights(config)
+    layers = AutoConfig.for_model(kind).num_hidden_layers  # a model of all is slow to build
+    del config["num_hidden_layers"]
+    assert read(config, tmp_path).layers == layers
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_null_is_read_as_transformers_does_or_refused(kind, tmp_path):
+    own = {each.name: each.default for each in fields(AutoConfig.for_model(kind))}
+    for name in {"num_key_value_heads", "head_dim"} & own.keys():
+        config = {**tiny_config(kind, False), name: None}
         try:
             sizes = read(config, tmp_path)
-        except ValueError as error:
-            refused[name] = str(error)
+        except ValueError:
+            assert own[name] is not None
         else:
             assert read_weights(sizes) == built_weights(config), name
-    for name, error in refused.items():
-        assert re.search(rf"expected .*\b{name}\b.* as an integer of at least", error)
-    assert {*SIZES} - {"head_dim"} <= {*refused}
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize(("whole", "kind"), [("llama4", "llama4_text"), ("gemma3", "gemma3_text")])
-def test_the_decoder_of_a_model_with_images(whole, kind, is_tied, tmp_path):
+@pytest.mark.parametrize("absent", [(), ("num_attention_heads", "num_key_value_heads", "head_dim")])
+def test_the_decoder_of_a_model_with_images(whole, kind, absent, is_tied, tmp_path):
     text = AutoConfig.for_model(**tiny_config(kind, is_tied))
     config = AutoConfig.for_model(whole, text_config=text, **TOKENS, tie_word_embeddings=is_tied)
     config = json.loads(config.to_json_string())
+    for name in absent:  # Gemma 3's config.json leaves those out that are its class's own
+        del config["text_config"][name]
     built = built_weights(config, AutoModelForImageTextToText.from_config)
     sizes = read(config, tmp_path)
     assert (read_weights(sizes), sizes.section) == (built, "text_config")

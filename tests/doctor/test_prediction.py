@@ -222,6 +222,18 @@ def run(capsys, *arguments):
     return code, capsys.readouterr()
 
 
+def test_the_help_has_the_defaults_of_the_prediction(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(pays, "TOKENS", 96)
+    monkeypatch.setattr(pays, "SEQUENCE", 48)
+    monkeypatch.setattr(pays.Job, "gpus", 3)
+    monkeypatch.setattr(pays.Job, "link", 12.5)
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["doctor", "--help"])
+    defaults = re.findall(r"\(default: ([\w.]+)", capsys.readouterr().out)
+    assert defaults[:4] == ["96", "48", "3", "12.5"]
+
+
 def test_the_prediction_as_text(capsys):
     options = ("--tokens", "64", "--seq", "32", "--recipes", "fp8_rowwise", "nvfp4")
     code, printed = run(capsys, TINY, *options, "--gpus", "4")

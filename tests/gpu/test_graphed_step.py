@@ -140,6 +140,10 @@ def test_what_changes_after_the_capture_is_refused(cuda):
     job.optimizer.load_state_dict(job.optimizer.state_dict())
     with pytest.raises(ValueError, match="load_state_dict"):
         step(x, y)
+    state = job.model.state_dict()
+    job.model.load_state_dict({name: t.clone() for name, t in state.items()}, assign=True)
+    with pytest.raises(ValueError, match="as at the capture, got another"):
+        step(x, y)
 
 
 def test_optimizers_that_a_graph_would_freeze_are_refused(cuda):

@@ -1,8 +1,8 @@
 """The sizes of a decoder that decide its speed, from a config.json of Hugging Face or from text.
 
-A config is read by its model_type. KINDS has those whose layers are known; tests/clients compares
-each with the model that transformers builds. Any other is refused, as its fields may mean other
-layers.
+A config is read by its model_type. KINDS has those whose layers are known, with the sizes that
+transformers takes where a config leaves them out; tests/clients compares each with the model that
+transformers builds. Any other is refused, as its fields may mean other layers.
 """
 
 from __future__ import annotations
@@ -130,11 +130,11 @@ def read_sizes(model: str) -> ModelSizes:
         raise ValueError(f"{path}: expected a JSON object, got {type(config).__name__}")
     text = config.get("text_config")  # of a model with images, too
     if not isinstance(text, dict):
-        return checked(read_config(Config(str(path), config)), str(path))
+        return checked(read_config(str(path), config), str(path))
     if TIED in config:
         text = {TIED: config[TIED], **text}
     where = f"{path}: text_config"
-    return checked({**read_config(Config(where, text)), "section": "text_config"}, where)
+    return checked({**read_config(where, text), "section": "text_config"}, where)
 
 
 def parse_text(text: str) -> dict[str, Any]:
@@ -182,17 +182,28 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the first 
 
 
 class Config(NamedTuple):
-    """The fields of a config.   where: its name in an error."""
+    """The fields of a config.
+
+    Attributes:
+        where: its name in an error.
+        fields: what it has.
+        defaults: what transformers takes for a size that is absent; 0 stands for null.
+    """
 
     where: str
     fields: Mapping[str, Any]
+    defaults: Mapping[str, int]
 
-    def size(self, *names: str, least: int = 1, absent: int | None = None) -> int:
-        """Returns an integer, of the first name that is there."""
-        given = {name: self.fields[name] for name in names if self.fields.get(name) is not None}
-        name, value = next(iter(given.items()), (" or ".join(names), absent))
-        if not isinstance(value, int) or isinstance(value, bool) or (value < least and given):
-            got = repr(value) if given else "none"
+    def size(self, *names: str, least: int = 1) -> int:
+        """Returns an integer, of the first name that is there; else the default."""
+        given = [name for name in names if name in self.fields]
+        absent = [name for name in names if name in self.defaults]
+        if absent and not given:
+            return self.defaults[absent[0]]
+        name = given[0] if given else " or ".join(names)
+        value = self.fields.get(name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            got = "none" if value is None else repr(value)
             raise ValueError(
                 f"{self.where}: expected {name} as an integer of at least {least}, got {got}; or "
                 f"pass sizes instead: --model {TEXT}"
@@ -222,7 +233,7 @@ def read_mixtral(config: Config) -> dict[str, Any]:
 
 
 def read_qwen3_moe(config: Config) -> dict[str, Any]:
-    every, dense = config.size("decoder_sparse_step", absent=1), config.blocks("mlp_only_layers")
+    every, dense = config.size("decoder_sparse_step"), config.blocks("mlp_only_layers")
     blocks = range(config.size("num_hidden_layers"))
     count = sum(i in (dense or ()) or (i + 1) % every > 0 for i in blocks)
     return {**read_experts(config, "moe_intermediate_size"), "dense_layers": count}
@@ -258,64 +269,122 @@ class Kind(NamedTuple):
     """How the configs of a model_type are read.
 
     Attributes:
-        tied: whether the head is tied where tie_word_embeddings is absent.
-        has_head_dim: whether the size of a head stands in the config alone; else it is
-            hidden_size / num_attention_heads where head_dim is absent.
+        sizes: the defaults of SIZES. 0 of num_key_value_heads: num_attention_heads; of head_dim:
+            hidden_size / num_attention_heads.
         experts: what reads the sizes that a dense model has not.
+        of_experts: the defaults of those that have one.
+        tied: whether the head is tied where tie_word_embeddings is absent.
     """
 
-    tied: bool = False
-    has_head_dim: bool = False
+    sizes: tuple[int, int, int, int, int, int, int]
     experts: Callable[[Config], dict[str, Any]] | None = None
+    of_experts: Mapping[str, int] = {}
+    tied: bool = False
 
 
+SIZES = {  # of a config: their names in ModelSizes
+    "vocab_size": "vocab",
+    "hidden_size": "hidden",
+    "intermediate_size": "intermediate",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+}
 KINDS = {
-    "cohere": Kind(tied=True),
-    "cohere2": Kind(tied=True, has_head_dim=True),
-    "gemma": Kind(tied=True, has_head_dim=True),
-    "gemma2": Kind(tied=True, has_head_dim=True),
-    "gemma3_text": Kind(tied=True, has_head_dim=True),
-    "granite": Kind(),
-    "llama": Kind(),
-    "ministral3": Kind(has_head_dim=True),
-    "mistral": Kind(),
-    "olmo": Kind(),
-    "olmo2": Kind(),
-    "olmo3": Kind(),
-    "qwen2": Kind(),
-    "qwen3": Kind(has_head_dim=True),
-    "seed_oss": Kind(has_head_dim=True),
-    "smollm3": Kind(tied=True),
+    "cohere": Kind((256000, 8192, 22528, 40, 64, 0, 0), tied=True),
+    "cohere2": Kind((256000, 8192, 22528, 40, 64, 0, 0), tied=True),
+    "gemma": Kind((256000, 3072, 24576, 28, 16, 16, 256), tied=True),
+    "gemma2": Kind((256000, 2304, 9216, 26, 8, 4, 256), tied=True),
+    "gemma3_text": Kind((262208, 2304, 9216, 26, 8, 4, 256), tied=True),
+    "granite": Kind((32000, 4096, 11008, 32, 32, 0, 0)),
+    "llama": Kind((32000, 4096, 11008, 32, 32, 0, 0)),
+    "ministral3": Kind((131072, 4096, 14336, 34, 32, 8, 128)),
+    "mistral": Kind((32000, 4096, 14336, 32, 32, 8, 0)),
+    "olmo": Kind((50304, 4096, 11008, 32, 32, 0, 0)),
+    "olmo2": Kind((50304, 4096, 11008, 32, 32, 0, 0)),
+    "olmo3": Kind((50304, 4096, 11008, 32, 32, 0, 0)),
+    "qwen2": Kind((151936, 4096, 22016, 32, 32, 32, 0)),
+    "qwen3": Kind((151936, 4096, 22016, 32, 32, 32, 128)),
+    "seed_oss": Kind((155136, 4096, 27648, 64, 80, 8, 128)),
+    "smollm3": Kind((128256, 2048, 11008, 36, 16, 4, 0), tied=True),
     # With experts:
-    "dots1": Kind(experts=read_glm4_moe),
-    "glm4_moe": Kind(experts=read_glm4_moe),
-    "llama4_text": Kind(has_head_dim=True, experts=read_llama4),
-    "mixtral": Kind(experts=read_mixtral),
-    "olmoe": Kind(experts=read_mixtral),
-    "qwen2_moe": Kind(experts=read_qwen2_moe),
-    "qwen3_moe": Kind(experts=read_qwen3_moe),
+    "dots1": Kind(
+        (152064, 4608, 10944, 62, 32, 32, 0),
+        read_glm4_moe,
+        {"moe_intermediate_size": 1408, "first_k_dense_replace": 0},
+    ),
+    "glm4_moe": Kind(
+        (151552, 4096, 10944, 46, 96, 8, 0),
+        read_glm4_moe,
+        {
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+    ),
+    "llama4_text": Kind(
+        (202048, 5120, 8192, 48, 40, 8, 128),
+        read_llama4,
+        {
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "intermediate_size_mlp": 16384,
+            "interleave_moe_layer_step": 1,
+        },
+    ),
+    "mixtral": Kind(
+        (32000, 4096, 14336, 32, 32, 8, 0),
+        read_mixtral,
+        {"num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    "olmoe": Kind(
+        (50304, 2048, 2048, 16, 16, 0, 0),
+        read_mixtral,
+        {"num_experts": 64, "num_experts_per_tok": 8},
+    ),
+    "qwen2_moe": Kind(
+        (151936, 2048, 5632, 24, 16, 16, 0),
+        read_qwen2_moe,
+        {
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "decoder_sparse_step": 1,
+        },
+    ),
+    "qwen3_moe": Kind(
+        (151936, 2048, 6144, 24, 32, 4, 0),
+        read_qwen3_moe,
+        {
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+            "decoder_sparse_step": 1,
+        },
+    ),
 }
 
 
-def read_config(config: Config) -> dict[str, Any]:
+def read_config(where: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the sizes that a config has, by their names in ModelSizes."""
-    name, tied = config.fields.get("model_type"), config.fields.get(TIED)
+    name, tied = fields.get("model_type"), fields.get(TIED)
     kind = KINDS.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ValueError(
-            f"{config.where}: expected model_type as one of {', '.join(KINDS)}, got {name!r}; pass "
-            f"sizes instead if it has q, k, v, o and gated feed-forwards: --model {TEXT}"
+            f"{where}: expected model_type as one of {', '.join(KINDS)}, got {name!r}; pass sizes "
+            f"instead if it has q, k, v, o and gated feed-forwards: --model {TEXT}"
         )
     if not isinstance(tied, bool | None):
-        raise ValueError(f"{config.where}: expected {TIED} as true or false, got {tied!r}")
-    found = {
-        "hidden": config.size("hidden_size"),
-        "intermediate": config.size("intermediate_size"),
-        "layers": config.size("num_hidden_layers"),
-        "heads": config.size("num_attention_heads"),
-        "kv_heads": config.size("num_key_value_heads"),
-        "head_dim": config.size("head_dim", absent=None if kind.has_head_dim else 0),
-        "vocab": config.size("vocab_size"),
-        "tied": int(kind.tied if tied is None else tied),
-    }
+        raise ValueError(f"{where}: expected {TIED} as true or false, got {tied!r}")
+    defaults = {**dict(zip(SIZES, kind.sizes)), **kind.of_experts}
+    # null is as good as absent, but for a size whose default it would replace.
+    given = {name: v for name, v in fields.items() if v is not None or defaults.get(name)}
+    config = Config(where, given, defaults)
+    found = {own: config.size(name) for name, own in SIZES.items()}
+    found["kv_heads"] = found["kv_heads"] or found["heads"]
+    found["tied"] = int(kind.tied if tied is None else tied)
     return found | (kind.experts(config) if kind.experts else {})

@@ -26,17 +26,18 @@ def predict_model(
     *,
     tokens: int = TOKENS,
     seq: int | None = None,
-    gpus: int = 1,
+    gpus: int = Job.gpus,
     link: float | None = None,
-    is_compiled: bool = False,
+    is_compiled: bool = Job.is_compiled,
 ) -> dict[str, Any]:
     """Measures this machine, and predicts a step of the model under each recipe.
 
     Args:
         model: a config.json, a folder with one, or sizes as text.
         recipes: presets.
-        tokens, seq, gpus, link, is_compiled: as of Job; seq None: 4096, or `tokens` where that is
-            less; link None: 200, which the text calls assumed; else it is for several GPUs.
+        tokens, seq, gpus, link, is_compiled: as of Job; seq None: SEQUENCE, or `tokens` where that
+            is less; link None: that of Job, which the text calls assumed; else it is for several
+            GPUs.
 
     Returns:
         A JSON object; `as_text` prints it.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..checks import require_module
+from ..distributed.reshard import reshard
 from ..moe.layer import Experts
 from ..nn.convert.heads import heads_of
 from ..nn.names import unwrapped
@@ -34,7 +35,6 @@ from .layers import (
     find_layers,
     products_of,
     reason_against_call,
-    reshard,
     run,
 )
 

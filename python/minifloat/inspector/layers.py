@@ -166,16 +166,6 @@ def reason_against(module: nn.Module, weight: Tensor, is_plain: bool) -> str | N
 # ---- one forward and backward --------------------------------------------------------------------
 
 
-def reshard(model: nn.Module) -> None:
-    """Frees the weights that FSDP2 has gathered: an evaluation leaves those of the root."""
-    if any(is_distributed(parameter) for parameter in model.parameters()):
-        from torch.distributed.fsdp import FSDPModule
-
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
     """Calls the model: with a mapping's keywords, a tuple's arguments, or the batch itself."""
     if isinstance(batch, Mapping):

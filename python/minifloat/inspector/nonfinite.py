@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..distributed.reshard import reshard
 from ..nn.convert.selection import display
 from ..nn.names import clean_name, unwrapped
 from ..nn.registry import is_distributed, require_layers_of_torch
-from .layers import reshard, run
+from .layers import run
 
 
 class NotFinite(NamedTuple):

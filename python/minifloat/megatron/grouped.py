@@ -31,8 +31,9 @@ from ..nn.grouped_product import GroupedProduct, ProductCall, Sharding
 from ..nn.linear import dequantize_parameters
 from ..nn.linear_state import needs_gradient
 from ..nn.names import PRODUCT
+from ..nn.state.primary_weights import quantized_again, require_primary_dtype
 from ..nn.state.random_state import require_shared_seed
-from ..nn.state.recipe_state import DelayedScaling, quantized_again, require_primary_dtype
+from ..nn.state.recipe_state import DelayedScaling
 from ..recipe import Recipe
 from ..tensor.attributes import attributes_kept
 from ..tensor.quantized_tensor import QuantizedTensor

@@ -21,14 +21,8 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from .cache.operand_cache import WeightCodes, weight_codes
 from .names import PRODUCT, join
 from .registry import ExpertWeightGather, GatherPlan, distributed_functions, is_distributed
-from .state.recipe_state import (
-    DEFAULT_DELAYED,
-    DelayedScaling,
-    ExpertRange,
-    RecipeState,
-    quantized_again,
-    require_primary_dtype,
-)
+from .state.primary_weights import quantized_again, require_primary_dtype
+from .state.recipe_state import DEFAULT_DELAYED, DelayedScaling, ExpertRange, RecipeState
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -24,7 +24,8 @@ from .accumulation import TAKER, take_gradients, weight_sums
 from .cache.operand_cache import SharedInput, conditions_of, weight_codes
 from .registry import GatherPlan, WeightGather, distributed_functions, is_distributed
 from .shared_amax import AmaxGroup
-from .state.recipe_state import RecipeState, quantized_again, require_primary_dtype
+from .state.primary_weights import quantized_again, require_primary_dtype
+from .state.recipe_state import RecipeState
 
 if TYPE_CHECKING:
     from typing_extensions import Self
