@@ -253,7 +253,7 @@ def check_amaxes_of_sent_rows(rank: int, recipe: str) -> None:
     cut = mf.expert_parallel(
         copy.deepcopy(whole), dist.group.WORLD, dispatch="codes", capacity=CAPACITY
     )
-    for _, state in mf.nn.state.random_state.states_of(whole):
+    for _, state in mf.nn.state.random_hooks.states_of(whole):
         state.rank = 0
         state.set(state.get())
     count = CAPACITY + DROPPED

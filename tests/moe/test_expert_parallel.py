@@ -95,7 +95,7 @@ def check_steps(rank: int, is_on_mesh: bool, is_checkpointed: bool) -> None:
 def check_steps_of(rank: int, recipe: str, mesh: object, is_checkpointed: bool) -> None:
     """Ranks train as one process does: random states, histories, weight codes, balance."""
     whole = built(recipe, fused_w13=True, balance_speed=0.25)
-    for _, state in mf.nn.state.random_state.states_of(whole):
+    for _, state in mf.nn.state.random_hooks.states_of(whole):
         state.rank = 0
         state.set(state.get())
     cut = mf.expert_parallel(copy.deepcopy(whole), mesh)

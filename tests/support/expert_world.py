@@ -95,7 +95,7 @@ def passes(whole: mf.MoE, sizes: list[int], **options: Any) -> tuple[mf.MoE, Pas
     rank, total = dist.get_rank(), sum(sizes)
     cut = copy.deepcopy(whole)
     mf.expert_parallel(cut, options.pop("mesh", dist.group.WORLD), **options)
-    for _, state in mf.nn.state.random_state.states_of(whole):
+    for _, state in mf.nn.state.random_hooks.states_of(whole):
         state.rank = 0
         state.set(state.get())
     dtype = whole.experts.w2.dtype

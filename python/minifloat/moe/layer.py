@@ -35,7 +35,8 @@ from ..nn.grouped_product import (
 )
 from ..nn.linear import Linear, adopt
 from ..nn.registry import distributed_functions, is_distributed
-from ..nn.state.random_state import RngState, add_hooks
+from ..nn.state.random_hooks import add_hooks
+from ..nn.state.random_state import RngState
 from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState, draw_from
 from ..recipe import Recipe
 from ..spec import Spec

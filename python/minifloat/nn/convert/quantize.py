@@ -36,7 +36,7 @@ from ..state.model_state import (
     require_same_random_state,
     share_random_state,
 )
-from ..state.random_state import hooks_of, remove_hooks
+from ..state.random_hooks import hooks_of, remove_hooks
 from ..state.recipe_state import (
     DEFAULT_DELAYED,
     RECOMPUTE,

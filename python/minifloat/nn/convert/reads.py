@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ..state.random_state import AdvanceRng
+from ..state.random_hooks import AdvanceRng
 from .fast_paths import prevent_fast_path
 
 MISSING = object()  # the value of a name that nothing has

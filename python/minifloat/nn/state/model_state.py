@@ -22,15 +22,8 @@ from ...checks import require_module
 from ...private_torch import copy_all_
 from ..names import PRODUCT, clean_name, join, unwrapped
 from ..registry import distributed_functions, expert_functions, stages_in
-from .random_state import (
-    RngState,
-    add_hooks,
-    distributed_rank,
-    find_hook,
-    hooks_of,
-    remove_hooks,
-    states_of,
-)
+from .random_hooks import add_hooks, find_hook, hooks_of, remove_hooks, states_of
+from .random_state import RngState, distributed_rank
 from .recipe_state import (
     DelayedScaling,
     RecipeState,
