@@ -105,6 +105,30 @@ def by_host() -> str:
     return pivot(rows, "tokens", lambda row: str(row["seq"]), across, cell)
 
 
+# By the entry of gpu_lora.py: the codes of W, and the recipe of x and the gradients.
+LORA = {
+    "bf16": ("bf16", "bf16"),
+    "nvfp4": ("NVFP4", "bf16"),
+    "mxfp4": ("MXFP4", "bf16"),
+    "nf4": ("bitsandbytes' NF4", "bf16"),
+    "fp8": ("FP8, a scale a row", "bf16"),
+    "fp8:rowwise": ("FP8, a scale a row", "`fp8_rowwise`"),
+    "nvfp4:nvfp4": ("NVFP4", "`nvfp4`"),
+}
+
+
+def lora() -> str:
+    rows = figures.read_run("gpu_lora")["rows"]
+    head = ["codes of W", "x and gradients", "model, GiB", "peak, GiB", "ms a step"]
+    body = []
+    for entry, names in LORA.items():
+        row = rows[entry]
+        memory = [number(row[key] / 2**30) for key in ("base", "peak")]
+        times = [number(1000 * row["step"], 0), number(rows[BF16]["step"] / row["step"])]
+        body.append([*names, *memory, *times])
+    return table([*head, "of bf16's speed"], body)
+
+
 def by_recipe(run: str) -> list[str]:
     return list(dict.fromkeys(map(figures.name_of, figures.rows_of(run))))
 

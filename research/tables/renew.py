@@ -41,6 +41,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "weight codes": measured.weight_codes,
     "fsdp": measured.fsdp,
     "by the host": measured.by_host,
+    "lora": measured.lora,
     "experts": measured.experts,
     "expert layers": measured.expert_layers,
 }
