@@ -7,9 +7,9 @@
 #include <tuple>
 
 #include "ops/bridge.h"
-#include "ops/direct.h"
 #include "ops/op.h"
 #include "ops/outputs.h"
+#include "ops/tracing.h"
 
 namespace minifloat::torch_ops {
 namespace {

@@ -13,6 +13,7 @@
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/history.h"
+#include "ops/tracing.h"
 
 namespace minifloat {
 namespace torch_ops {
