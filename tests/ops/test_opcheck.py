@@ -178,6 +178,34 @@ def recorded_calls():
         yield run_backward, (torch.randn(40, 24), saved, *backward), {}
 
 
+def recorded_mlp_calls():
+    """Yields calls of what torch.compile records of a dense feed-forward."""
+    x, dtypes = torch.randn(40, 72), (torch.float32, torch.float32, torch.bfloat16, torch.float32)
+    for recipe, recompute, count in (
+        ("nvfp4", "", 3),
+        ("fp8_tensorwise", "weight", 2),
+        ("fp8_delayed", "", 3),
+    ):
+        r = mf.Recipe(recipe)
+        left = ops.quantize(x, r.fprop.a.removesuffix("+delayed"), "")[:4]
+        weights = [torch.randn(24, 72)] * (count - 1) + [torch.randn(16, 24)]
+        histories = [history() for _ in weights] if r.is_delayed else []
+        state = ([RNG] * count, histories, list(range(count)))
+        suffix = "_delayed" if histories else ""
+        run, run_backward = (getattr(ops, f"mlp_{way}{suffix}") for way in ("forward", "backward"))
+        how = (recipe, "gelu", torch.float32, [True] * 3, recompute, *state)
+        biases = [torch.randn(w.shape[0]) if r.is_delayed else None for w in weights]
+        forward = (*left, weights, biases, *how, [recipe == "nvfp4"] * 2)
+        yield run, forward, {}
+        saved = list(run(*forward)[1 : 3 * count + 6])
+        if recompute:
+            saved[0], saved[6] = weights
+        of_x = ops.quantize(x, "", r.wgrad.b.removesuffix("+delayed"), rng=RNG)[4:7]
+        needed = (True, [True, True, False], [False, r.is_delayed, False])
+        backward = (recipe, "gelu", *needed, 72, *dtypes, *state)
+        yield run_backward, (torch.randn(40, 16), [*of_x, *saved], *backward), {}
+
+
 def sample_calls():
     x, batch = torch.randn(40, 72), torch.randn(2, 40, 72, dtype=torch.bfloat16)
     yield ops.amax, (x, "nvfp4"), {}
@@ -206,6 +234,7 @@ def sample_calls():
     yield from mlp_calls()
     yield from activation_calls()
     yield from recorded_calls()
+    yield from recorded_mlp_calls()
     for spec in ("mxfp8/32x32", "nvfp4/16x16"):
         q = mf.tensor.quantize(x, spec)
         yield ops.block_scaled_operand, (q.codes, q.scale, q.amax, spec, 72), {}

@@ -68,6 +68,48 @@ for _name, _make in (("linear_forward", _forward), ("linear_backward", _backward
     call(f"{_name}_delayed")(partial(_make, delayed=True))
 
 
+def _mlp(rng: Random, arena: Arena, delayed: bool = False, backward: bool = False) -> Call:
+    layer, count = _layer(rng, arena, delayed), rng.choice((2, 3))
+    given, dtype = layer["given"], layer["dtype"]
+    shapes = [(FEATURES, WIDTH)] * (count - 1) + [(WIDTH, FEATURES)]
+    weights = [arena.place(values(rng, shape, dtype).nan_to_num(0.0)) for shape in shapes]
+    state: dict[str, Any] = {
+        "rng": [given["rng"]] * count,
+        "amax_history": [arena.place(torch.zeros(6, 3)) for _ in weights] if delayed else [],
+        "streams": [rng.randrange(100) for _ in weights],
+    }
+    args: dict[str, Any] = {"recipe": given["recipe"]} | state
+    args["activation"] = rng.choice(("silu", "gelu", "gelu_tanh"))
+    suffix = "_delayed" if delayed else ""
+    run = getattr(ops, f"mlp_forward{suffix}")
+    names = ("x_codes", "x_scale", "x_amax", "x_decoded")
+    forward = args | dict(zip(names, layer["x"])) | {"weights": weights, "dtype": dtype}
+    forward["biases"] = [rng.choice((None, arena.place(torch.ones(n)))) for n, _ in shapes]
+    forward |= {"needed": [True] * 3, "recompute": rng.choice(("", "weight"))}
+    forward["swizzled"] = [False, False]
+    if not backward:
+        forward["needed"] = [rng.random() < 0.8 for _ in range(3)]
+        return op_call(f"mlp_forward{suffix}", **forward)
+    saved = [*run(**forward)[1 : 3 * count + 6]]
+    if forward["recompute"]:
+        for i, w in enumerate(weights):
+            saved[3 * (i if i + 1 < count else i + 1)] = w
+    args["saved"] = layer["saved"][:3] + [arena.place(t) for t in saved]
+    args |= {"grad": arena.place(values(rng, (ROWS, WIDTH), dtype)), "k": WIDTH}
+    args["needs_dx"] = rng.random() < 0.8
+    for name in ("needs_dw", "needs_db"):
+        args[name] = [rng.random() < 0.7 for _ in range(3)]
+    args |= {"x_dtype": dtype, "product_dtype": dtype, "weight_dtype": torch.bfloat16}
+    args["bias_dtype"] = torch.float32
+    return op_call(f"mlp_backward{suffix}", **args)
+
+
+for _way in ("forward", "backward"):
+    for _delayed in (False, True):
+        _suffix = "_delayed" if _delayed else ""
+        call(f"mlp_{_way}{_suffix}")(partial(_mlp, delayed=_delayed, backward=_way == "backward"))
+
+
 @call("mf.checkpoint_policy")
 def _policy(rng: Random, arena: Arena) -> Call:
     def run(op: Any) -> None:
