@@ -1,5 +1,5 @@
-// What torch.compile records of a dense layer, besides the cast of x, which layers share and a
-// partitioner may compute again:
+// What torch.compile records of a dense layer, or of a product of experts, besides the cast of x,
+// which layers share and a partitioner may compute again:
 //
 //     linear_forward     casts W and multiplies: returns y, and W as backward reads it
 //     linear_backward    casts the gradient and multiplies twice: returns all gradients

@@ -8,6 +8,7 @@
 #include <optional>
 #include <vector>
 
+#include "layers/grouped_call.h"
 #include "layers/passes.h"
 
 namespace minifloat::torch_ops {
@@ -22,8 +23,8 @@ inline std::optional<Tensor> or_none(const Tensor& t) {
 // Returns uninitialized memory, as an op on Meta returns it.
 Tensor empty_result(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType dtype);
 
-// Returns whether torch.compile traces layers whose forward is recorded: x and the weights are
-// quantized here, whole, and their products read codes.   t: a tensor of the trace
+// Returns whether torch.compile traces layers whose forward is recorded: the weights are quantized
+// here, whole, as are the rows of experts, and their products read codes.   t: of the trace
 bool records_forward(const PreparedRecipe& recipe, const Layers& layers, const Tensor& t);
 
 // Returns whether the backward pass of layers is recorded: their weights are whole, and autograd
@@ -44,6 +45,10 @@ void check_recipe(const char* op, const PreparedRecipe& recipe);
 void check_state(const char* op, const PreparedRecipe& recipe, const std::optional<Tensor>& rng,
                  const std::optional<Tensor>& history, const Tensor& like);
 
+// Requires the groups of a call of experts, and its state.   rows: of x; b: B (E, K, N)
+void check_groups_of_call(const char* op, const GroupedCall& call, const SymInt& rows,
+                          const Tensor& b);
+
 // Requires float32 or bfloat16.
 void check_dtype(const char* op, const char* name, at::ScalarType dtype);
 
@@ -52,21 +57,19 @@ inline bool is_decoded(const Tensor& x_decoded) {
   return x_decoded.defined() && x_decoded.dim() == 2;
 }
 
-// Returns x, of k columns, as a cast for fprop returned it.   x: four tensors
+// Returns x, of k columns, as a cast for fprop returned it.   x: four tensors; groups: of rows
 QuantizedOperand checked_x(const char* op, const PreparedRecipe& recipe, at::TensorList x,
-                           const Tensor& weight, const SymInt& k);
+                           const Tensor& weight, const SymInt& k,
+                           const std::optional<SymInt>& groups = std::nullopt);
 
-// Requires an operand (rows, cols) as a product reads it.   rows: none: any
-void check_operand(const char* op, const char* name, const Spec& spec, const Tensor& elements,
-                   const Tensor& scale, const Tensor& amax, const std::optional<SymInt>& rows,
-                   const SymInt& cols, bool is_decoded = false);
-
-// Requires x (m, k) as wgrad reads it.   x: three tensors
+// Requires x (m, k) as wgrad reads it.   x: three tensors; groups: of its rows
 void check_saved_x(const char* op, const char* name, const PreparedRecipe& recipe, at::TensorList x,
-                   const SymInt& m, const SymInt& k);
+                   const SymInt& m, const SymInt& k, const Groups& groups = {});
 
-// Requires W (n, k) itself with the amax of its columnwise cast, or as codes.   w: three tensors
+// Requires W (n, k) itself with the amax of its columnwise cast, or as codes; or B (experts, k, n).
+//   w: three tensors
 void check_saved_weight(const char* op, const PreparedRecipe& recipe, at::TensorList w,
-                        const SymInt& n, const SymInt& k);
+                        const SymInt& n, const SymInt& k,
+                        const std::optional<SymInt>& experts = std::nullopt);
 
 }  // namespace minifloat::torch_ops

@@ -28,18 +28,21 @@ TORCH_LIBRARY_FRAGMENT(minifloat, m) {
 
     // Of one `linear` (layers/layer_ops.h). x: as `quantize` returns it, rowwise. The results are y
     // and W as backward reads it, empty where not; then dx, dW and db, of those that are needed.
-    // saved: three tensors of x, then three of W. swizzled: the scales of that W are.
+    // saved: three tensors of x, then three of W. swizzled: the scales of that W are. groups: of
+    // the rows of experts, whose weight is B (E, K, N); the rest is as in scaled_grouped_mm.
     const std::string state = "Tensor? rng, Tensor" + write + "? amax_history, int stream";
+    const std::string groups =
+        ", Tensor? groups=None, Tensor? row_ids=None, int first_expert=0, bool zero_tail=True";
     define("linear_forward",
            "Tensor x_codes, Tensor x_scale, Tensor x_amax, Tensor x_decoded, Tensor weight, "
            "Tensor? bias, str recipe, ScalarType dtype, bool needs_dx, str recompute, " +
-               state + ", bool swizzled=False",
+               state + ", bool swizzled=False, ScalarType? out_dtype=None" + groups,
            "Tensor y, Tensor codes, Tensor scale, Tensor amax");
     define("linear_backward",
            "Tensor grad, Tensor[] saved, str recipe, bool[3] needed, SymInt k, "
            "ScalarType x_dtype, ScalarType product_dtype, ScalarType weight_dtype, "
            "ScalarType? bias_dtype, " +
-               state,
+               state + groups,
            "Tensor dx, Tensor dw, Tensor db");
 
     // Of a whole `mlp` (layers/mlp_ops.h), of 2 or 3 weights. needed: dx, dh and the gradient of

@@ -107,8 +107,8 @@ def linear_forward_flops(
     *others: object,
     **how: object,
 ) -> int:
-    """Returns 2 M N K of x (M, K) · W (N, K)ᵀ."""
-    return 2 * x[0] * w[0] * w[1]
+    """Returns 2 M N K of x (M, K) · W (N, K)ᵀ, or of experts' rows, each of which has one W."""
+    return 2 * x[0] * prod(w[-2:])
 
 
 @register_flop_formula([ops.linear_backward, ops.linear_backward_delayed])
