@@ -67,7 +67,9 @@ def test_gradients_that_are_not_needed(missing: str) -> None:
         tensor.requires_grad_(False)
     needed = [t for t in case.leaves if t.requires_grad]
     expected = torch.autograd.grad(case.composed(), needed, case.dy)
-    require_same_results(list(torch.autograd.grad(case.fused(), needed, case.dy)), list(expected))
+    compiled = torch.compile(case.fused, backend="aot_eager")
+    for run in (case.fused, compiled):
+        require_same_results(list(torch.autograd.grad(run(), needed, case.dy)), list(expected))
 
 
 def test_without_gradients_and_in_inference_mode() -> None:
@@ -79,14 +81,25 @@ def test_without_gradients_and_in_inference_mode() -> None:
         assert torch.equal(case.fused(), expected)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_delayed", "nvfp4", "mxfp4"])
-def test_compiled_and_checkpointed(recipe: str) -> None:
-    case = Case(recipe)
+@pytest.mark.parametrize("recompute", ["", "weight"])
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_compiled_and_checkpointed(recipe: str, recompute: str) -> None:
+    torch.compiler.reset()
+    case = Case(recipe, is_gated=recompute == "", has_bias=recompute == "")
     expected = case.results(case.composed)
-    compiled = torch.compile(case.fused, fullgraph=True, backend="aot_eager")
+    run = lambda: case.fused(recompute=recompute)  # noqa: E731
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     require_same_results(case.results(compiled), expected)
-    again = lambda: checkpoint(lambda _: case.fused(), case.x, use_reentrant=False)  # noqa: E731
+    again = lambda: checkpoint(lambda _: run(), case.x, use_reentrant=False)  # noqa: E731
     require_same_results(case.results(again), expected)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", "fp8_rowwise"])
+def test_compiled_by_inductor(recipe: str) -> None:
+    torch.compiler.reset()
+    case = Case(recipe, has_bias=True)
+    expected = case.results(case.composed)
+    require_same_results(case.results(torch.compile(case.fused)), expected)
 
 
 def saved_bytes(run: Any, leaves: list[Tensor]) -> int:

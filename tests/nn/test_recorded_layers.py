@@ -1,4 +1,4 @@
-"""What torch.compile records of a linear layer: three calls of the host, of which x's is shared."""
+"""What torch.compile records of layers: the cast of x, which they share, and a call each way."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from minifloat._native import ops
 from torch import Tensor, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._ops import HigherOrderOperator
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from tests.support.mlp_cases import Case
 
 ROWS, WIDTH, HIDDEN = 64, 64, 128
 
@@ -41,14 +44,23 @@ def recorded(function: Callable[..., Tensor], *inputs: Tensor) -> list[Counter[s
     found: list[Counter[str]] = []
 
     def keep(graph, inputs):
-        names = (str(n.target) for n in graph.graph.nodes if n.op == "call_function")
+        calls = [n for n in graph.graph.nodes if n.op == "call_function"]
+        # A call that writes is an argument of torch's auto_functionalized.
+        names = (
+            str(n.args[0] if isinstance(n.target, HigherOrderOperator) else n.target) for n in calls
+        )
         calls = (name.split(".")[1] for name in names if name.startswith("minifloat."))
         found.append(Counter(name for name in calls if not name.startswith("advance")))
         return graph
 
     torch.compiler.reset()
     partition = min_cut_rematerialization_partition  # Inductor's, which merges equal casts
-    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep, partition_fn=partition)
+    backend = aot_autograd(
+        fw_compiler=keep,
+        bw_compiler=keep,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
     torch.compile(function, backend=backend)(*inputs).sum().backward()
     return found
 
@@ -69,6 +81,32 @@ def test_calls_of_a_group():
     forward, backward = recorded(lambda x, *weights: torch.cat(group(x, weights), 1), x, *weights)
     assert forward == {"quantize": 1, "linear_forward": 2}
     assert backward == {"linear_backward": 2}
+
+
+@pytest.mark.parametrize("recompute", ["", "weight"])
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4_pow2"])
+def test_calls_of_a_feed_forward(recipe, recompute):
+    suffix = "_delayed" if mf.Recipe(recipe).is_delayed else ""
+    for is_gated in (True, False):
+        case = Case(recipe, is_gated, has_bias=True)
+        run = lambda x, *weights: case.fused(recompute=recompute)  # noqa: B023, E731
+        forward, backward = recorded(run, case.x, *case.weights)
+        # The cast of x raises one history itself; those of two weights are raised after it.
+        cast = f"quantize{suffix}" if not is_gated else "quantize"
+        assert forward == {cast: 1, f"mlp_forward{suffix}": 1}
+        assert backward == {f"mlp_backward{suffix}": 1}
+
+
+def test_feed_forwards_that_are_recorded_in_parts():
+    """Backward reads the codes of h that forward read, or adds to sums of gradients."""
+    case = Case("mxfp4_weights_served")
+    forward, _ = recorded(lambda x: case.fused(), case.x)
+    assert forward["mlp_forward"] == 0
+    case = Case("mxfp8")
+    forward, backward = recorded(lambda x: case.fused(accumulate="grad"), case.x)
+    assert forward["mlp_forward"] == 1
+    assert backward["mlp_backward"] == 0
+    assert backward["scaled_mm"] == 6
 
 
 def test_what_is_recorded_in_parts():
@@ -95,3 +133,22 @@ def test_flops_of_recorded_layers():
     with FlopCounterMode(display=False) as counter:
         mf.linear(x.requires_grad_(), w, recipe="mxfp8").sum().backward()
     assert counter.get_total_flops() == 2 * 2 * ROWS * WIDTH * HIDDEN
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_flops_of_recorded_feed_forwards(is_gated):
+    """As many as of the products in parts, whichever gradients are needed."""
+    for frozen in ([], ["x"], ["x", "inputs"], ["output"]):
+        totals = []
+        for backend in ("aot_eager", "eager"):
+            torch.compiler.reset()
+            case = Case("mxfp8", is_gated)
+            of = {"x": [case.x], "inputs": case.weights[:-1], "output": case.weights[-1:]}
+            for name in frozen:
+                for tensor in of[name]:
+                    tensor.requires_grad_(False)
+            run = torch.compile(case.fused, backend=backend)
+            with FlopCounterMode(display=False) as counter:
+                run().backward(case.dy)
+            totals.append(counter.get_total_flops())
+        assert totals[0] == totals[1] > 0

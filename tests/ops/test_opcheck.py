@@ -4,6 +4,7 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat._native import ops
+from minifloat.spec import Spec
 
 RNG = torch.tensor([1, 2, 3])
 ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
@@ -178,6 +179,61 @@ def recorded_calls():
         yield run_backward, (torch.randn(40, 24), saved, *backward), {}
 
 
+def recorded_expert_calls():
+    """Yields calls of what torch.compile records of a product of experts."""
+    table = mf.tensor.group_table(torch.tensor([8, 8, 40], dtype=torch.int32), 40)
+    x, matrices, ids = torch.randn(40, 72), torch.randn(3, 72, 24), torch.arange(40).int()
+    for recipe, recompute in (("nvfp4", ""), ("fp8_tensorwise", "weight"), ("fp8_delayed", "")):
+        r = mf.Recipe(recipe)
+        amaxes = torch.full((6, 3, 4), 3.0) if r.is_delayed else None
+        groups = {"groups": table, "row_ids": ids, "first_expert": 2, "zero_tail": False}
+        row, col = (spec.removesuffix("+delayed") for spec in (r.fprop.a, r.wgrad.b))
+        left = ops.quantize(x, row, "", groups=table)[:4]
+        suffix = "_delayed" if r.is_delayed else ""
+        ways = ("forward", "backward")
+        run, run_backward = (getattr(ops, f"linear_{way}{suffix}") for way in ways)
+        forward = (recipe, torch.float32, True, recompute, RNG, amaxes, 3)
+        groups["out_dtype"] = torch.bfloat16
+        yield run, (*left, matrices, torch.randn(3, 24), *forward), groups
+        of_w = list(run(*left, matrices, None, *forward, **groups)[1:])
+        if recompute:
+            of_w[0] = matrices
+        unit = max(Spec.parse(spec).group_unit for spec in (r.wgrad.a, r.wgrad.b))
+        of_x = ops.quantize(x, "", col, rng=RNG, groups=table, group_unit=unit)[4:7]
+        dtypes = (torch.float32, torch.float32, torch.bfloat16, torch.float32)
+        backward = (recipe, [True] * 3, 72, *dtypes, RNG, amaxes, 3)
+        del groups["out_dtype"]
+        yield run_backward, (torch.randn(40, 24), [*of_x, *of_w], *backward), groups
+
+
+def recorded_mlp_calls():
+    """Yields calls of what torch.compile records of a dense feed-forward."""
+    x, dtypes = torch.randn(40, 72), (torch.float32, torch.float32, torch.bfloat16, torch.float32)
+    for recipe, recompute, count in (
+        ("nvfp4", "", 3),
+        ("fp8_tensorwise", "weight", 2),
+        ("fp8_delayed", "", 3),
+    ):
+        r = mf.Recipe(recipe)
+        left = ops.quantize(x, r.fprop.a.removesuffix("+delayed"), "")[:4]
+        weights = [torch.randn(24, 72)] * (count - 1) + [torch.randn(16, 24)]
+        histories = [history() for _ in weights] if r.is_delayed else []
+        state = ([RNG] * count, histories, list(range(count)))
+        suffix = "_delayed" if histories else ""
+        run, run_backward = (getattr(ops, f"mlp_{way}{suffix}") for way in ("forward", "backward"))
+        how = (recipe, "gelu", torch.float32, [True] * 3, recompute, *state)
+        biases = [torch.randn(w.shape[0]) if r.is_delayed else None for w in weights]
+        forward = (*left, weights, biases, *how, [recipe == "nvfp4"] * 2)
+        yield run, forward, {}
+        saved = list(run(*forward)[1 : 3 * count + 6])
+        if recompute:
+            saved[0], saved[6] = weights
+        of_x = ops.quantize(x, "", r.wgrad.b.removesuffix("+delayed"), rng=RNG)[4:7]
+        needed = (True, [True, True, False], [False, r.is_delayed, False])
+        backward = (recipe, "gelu", *needed, 72, *dtypes, *state)
+        yield run_backward, (torch.randn(40, 16), [*of_x, *saved], *backward), {}
+
+
 def sample_calls():
     x, batch = torch.randn(40, 72), torch.randn(2, 40, 72, dtype=torch.bfloat16)
     yield ops.amax, (x, "nvfp4"), {}
@@ -206,6 +262,8 @@ def sample_calls():
     yield from mlp_calls()
     yield from activation_calls()
     yield from recorded_calls()
+    yield from recorded_mlp_calls()
+    yield from recorded_expert_calls()
     for spec in ("mxfp8/32x32", "nvfp4/16x16"):
         q = mf.tensor.quantize(x, spec)
         yield ops.block_scaled_operand, (q.codes, q.scale, q.amax, spec, 72), {}

@@ -34,7 +34,9 @@ Directions quantize_expert_weights(const PreparedRecipe& recipe, const Tensor& w
                                    const CastContext& state) {
   if (has_adjacent_columns(w)) return quantize_both(recipe, w, row, col, state);
   if (recipe.specs[kDgradW].is_of_forward() && col.is_needed) {
-    Directions out = quantize_expert_weights(recipe, w, {kFpropW}, {kDgradW, false}, state);
+    CastContext of_codes = state;
+    if (state.amax) of_codes.amax_of_rowwise = std::exchange(of_codes.amax, std::nullopt);
+    Directions out = quantize_expert_weights(recipe, w, {kFpropW}, {kDgradW, false}, of_codes);
     out.second = out.first;
     if (!row.is_needed) out.first = {};
     return out;

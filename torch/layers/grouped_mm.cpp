@@ -9,14 +9,16 @@
 //                dA = g · W,     dW = gᵀ · A                       for each group
 //
 // group_gradients computes the backward pass from A and W themselves, as the experts' feed-forward
-// does (grouped_mlp.cpp).
+// does (grouped_mlp.cpp). torch.compile records the cast of A and an op each way (layer_ops.h).
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
 #include "layers/grouped_call.h"
+#include "layers/layer_ops.h"
 #include "layers/layer_state.h"
 #include "layers/operands.h"
 #include "layers/passes.h"
+#include "layers/recorded_args.h"
 #include "ops/bridge.h"
 #include "ops/op.h"
 #include "ops/ops.h"
@@ -159,6 +161,12 @@ struct SavedGroups : LayerState {
     SavedLayers of = layer;
     of.groups->table = saved[6];
     if (saved[7].defined()) of.groups->row_ids = saved[7];
+    if (records_backward(of, grads)) {
+      LayerGradients d = record_backward(of, needs, 0, grads[0], saved);
+      out[0] = std::move(d.x), out[1] = std::move(d.weight);
+      if (out.size() > 2) out[2] = std::move(d.bias);
+      return out;
+    }
     GradientOfGroups g(of, needs, {grads[0]}, grads[0].sym_size(0));
     if (needs.dx) out[0] = g.of_a(saved_weight(of, saved, 0));
     if (needs.any_dw) out[1] = g.of_b(saved_input(of, saved, 0, kWgradX));

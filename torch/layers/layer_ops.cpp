@@ -2,10 +2,10 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <array>
 #include <tuple>
 
+#include "layers/recorded_args.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/op.h"
@@ -17,100 +17,49 @@ namespace {
 using FourTensors = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 
-// Returns what an op returned, or undefined where it is empty: what the op did not compute.
-Tensor or_undefined(const Tensor& t) { return t.sym_numel() == 0 ? Tensor() : t; }
-
-Tensor empty_result(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType dtype) {
-  return at::empty_symint(shape, like.options().dtype(dtype));
-}
-
-std::optional<Tensor> or_none(const Tensor& t) {
-  return t.defined() ? std::optional(t) : std::nullopt;
-}
-
-// Requires what a trace passes: a recipe, and the state that it needs. like: on the layer's device
-void check_state(const char* op, const PreparedRecipe& recipe, const std::optional<Tensor>& rng,
-                 const std::optional<Tensor>& history, const Tensor& like) {
-  TORCH_CHECK_VALUE(!recipe.is_stochastic || rng, op, ": recipe ", recipe.text,
-                    " rounds stochastically and needs rng");
-  TORCH_CHECK_VALUE(!recipe.is_delayed || history, op, ": recipe ", recipe.text,
-                    " scales by history and needs amax_history");
-  if (rng) {
-    bridge::check_rng(op, *rng, like);
-    bridge::check_memory_if_real(op, "rng", *rng);
-  }
-  if (history) check_history(op, *history, like);
-}
-
-void check_dtype(const char* op, const char* name, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16, op, ": expected ", name,
-                    " float32 or bfloat16, got ", dtype);
-}
-
-// Requires an operand (rows, cols) as a product reads it, of which a cast may write to a history
-// before the product checks it.   rows: none: any
-void check_operand(const char* op, const char* name, const Spec& spec, const Tensor& elements,
-                   const Tensor& scale, const Tensor& amax, const std::optional<SymInt>& rows,
-                   const SymInt& cols, bool is_decoded = false) {
-  TORCH_CHECK_VALUE(elements.defined() && scale.defined() && amax.defined(), op, ": expected ",
-                    name, " as three tensors, got none");
-  check_input(name, spec, input_of(spec, elements, scale, amax),
-              {.k = cols, .values_k = cols, .matrices = {}, .groups = {}});
-  const at::ScalarType dtype = elements.scalar_type();
-  TORCH_CHECK_VALUE(
-      spec.is_bf16() || (elements.is_contiguous() &&
-                         (dtype == at::kByte || is_decoded || dtype == at::kFloat8_e4m3fn)),
-      op, ": expected contiguous ", name, " as codes or values are, got ", dtype, ", strides ",
-      elements.sym_strides());
-  TORCH_CHECK_VALUE(!rows || elements.sym_size(0) == *rows, op, ": expected ", name, " of ",
-                    rows.value_or(0), " rows, got ", elements.sym_size(0));
-}
-
-// Requires W (n, k) itself with the amax of its columnwise cast, or as codes.   w: three tensors
-void check_saved_weight(const char* op, const PreparedRecipe& recipe, at::TensorList w,
-                        const SymInt& n, const SymInt& k) {
-  const Spec& spec = recipe.spec_of_codes(kDgradW);
-  const bool is_rowwise = recipe.specs[kDgradW].is_of_forward();
-  if (!w[0].defined() || !w[0].is_floating_point() || spec.is_bf16())
-    return check_operand(op, "the saved weight", spec, w[0], w[1], w[2], is_rowwise ? n : k,
-                         is_rowwise ? k : n);
-  bridge::check_value_dtype(op, "the saved weight", w[0]);
-  const c10::SymDimVector shape = {n, k}, of_amax(spec.has_row_amax() ? 1 : 0, k);
-  TORCH_CHECK_VALUE(w[0].sym_sizes().equals(shape) && w[0].sym_stride(1) == 1, op,
-                    ": expected the saved weight (", n, ", ", k, ") with adjacent columns, got ",
-                    w[0].sym_sizes(), ", strides ", w[0].sym_strides());
-  TORCH_CHECK_VALUE(w[2].defined() && w[2].scalar_type() == at::kFloat &&
-                        (w[2].sym_numel() == 0 || w[2].sym_sizes().equals(of_amax)),
-                    op, ": expected the saved weight's amax as float32 ", of_amax, " or none");
-}
-
-bool records_recipe(const PreparedRecipe& recipe) {
-  // Else what backward reads of W is W itself, or what forward reads.
-  return !recipe.reads_values(kFpropX) && !recipe.reads_values(kFpropW) &&
-         !recipe.reads_values(kDgradW) && !recipe.keeps_codes(kFpropW);
-}
-
 // ---- forward ------------------------------------------------------------------------------------
+
+// Returns the groups of experts; none: a dense layer.
+std::optional<RowGroups> groups_of(const std::optional<Tensor>& table,
+                                   const std::optional<Tensor>& row_ids, std::int64_t first_expert,
+                                   bool zero_tail) {
+  if (!table) return std::nullopt;
+  return RowGroups{*table, row_ids, first_expert, zero_tail};
+}
+
+// Returns what check_call reads of experts.
+GroupedCall call_of(const PreparedRecipe& recipe, at::ScalarType out_dtype, const RowGroups& groups,
+                    at::TensorList bias, at::TensorList rng, at::TensorList history) {
+  return {.recipe = recipe,
+          .out_dtype = out_dtype,
+          .stream = 0,
+          .first_expert = groups.first_expert,
+          .zeroes_tail = groups.zeroes_tail,
+          .bias = bias,
+          .rng = rng,
+          .row_ids = list_of(groups.row_ids),
+          .history = history,
+          .a_operands = {},
+          .weight_operands = {},
+          .table = groups.table};
+}
 
 FourTensors linear_forward(const Tensor& x_codes, const Tensor& x_scale, const Tensor& x_amax,
                            const Tensor& x_decoded, const Tensor& weight,
                            const std::optional<Tensor>& bias, const std::string& recipe,
                            at::ScalarType dtype, bool needs_dx, const std::string& recompute,
                            const std::optional<Tensor>& rng, const std::optional<Tensor>& history,
-                           std::int64_t stream, bool swizzled) {
+                           std::int64_t stream, bool swizzled,
+                           std::optional<at::ScalarType> out_dtype,
+                           const std::optional<Tensor>& table, const std::optional<Tensor>& row_ids,
+                           std::int64_t first_expert, bool zero_tail) {
   constexpr const char* kOp = "linear_forward";
   const PreparedRecipe& prepared = prepare(recipe);
-  TORCH_CHECK_VALUE(records_recipe(prepared), kOp,
-                    ": expected a recipe whose forward reads codes, ",
-                    "and dgrad codes of its own, got ", recipe);
-  TORCH_CHECK_VALUE(weight.dim() == 2, kOp, ": expected weight (N, K), got ", weight.sym_sizes());
+  check_recipe(kOp, prepared);
+  TORCH_CHECK_VALUE(weight.dim() == (table ? 3 : 2), kOp, ": expected weight ",
+                    table ? "(E, K, N)" : "(N, K)", ", got ", weight.sym_sizes());
   check_dtype(kOp, "dtype", dtype);
-  const Tensor x_tensors[] = {x_codes, x_scale, x_amax, x_decoded};
-  bridge::check_same_device(kOp, "x", x_tensors, weight);
-  for (const Tensor& t : x_tensors) bridge::check_memory_if_real(kOp, "x", t);
-  const bool decoded = x_decoded.defined() && x_decoded.dim() == 2;
-  check_operand(kOp, "x", prepared.specs[kFpropX], decoded ? x_decoded : x_codes, x_scale, x_amax,
-                std::nullopt, weight.sym_size(1), decoded);
+  check_dtype(kOp, "out_dtype", out_dtype.value_or(dtype));
   const Layers layers = {.weights = weight,
                          .biases = list_of(bias),
                          .bias_index = {bias ? 0 : -1},
@@ -119,32 +68,35 @@ FourTensors linear_forward(const Tensor& x_codes, const Tensor& x_scale, const T
                          .streams = stream,
                          .recomputes_weights = recomputes_weights(kOp, recompute),
                          .prequantized = {},
-                         .shards = {}};
-  // Of x only its shape is known. Checks the state too.
-  check_layers(empty_result(weight, {0, weight.sym_size(1)}, dtype), layers, prepared);
+                         .shards = {},
+                         .groups = groups_of(table, row_ids, first_expert, zero_tail)};
+  const SymInt k = layers.features_of(0)[1];
+  std::optional<SymInt> experts;
+  if (table) experts = weight.sym_size(0);
+  const QuantizedOperand x =
+      checked_x(kOp, prepared, {x_codes, x_scale, x_amax, x_decoded}, weight, k, experts);
+  // Of x only its shape is known. Both check the state too.
+  if (table)
+    check_groups_of_call(kOp,
+                         call_of(prepared, out_dtype.value_or(dtype), *layers.groups, layers.biases,
+                                 layers.rng, layers.histories),
+                         x_codes.sym_size(0), weight);
+  else
+    check_layers(empty_result(weight, {0, k}, dtype), layers, prepared);
   const NeededGradients needs(needs_dx);
   std::vector<Tensor> saved;
   const ForwardPass pass = {.prepared = prepared,
                             .layers = layers,
                             .needs = needs,
                             .dtype = dtype,
-                            .out_dtype = dtype,
-                            .k = weight.sym_size(1),
+                            .out_dtype = out_dtype.value_or(dtype),
+                            .k = k,
                             .saved = &saved,
                             .returns_saved = true,
                             .returns_swizzled = swizzled};
-  const bool casts_later = needs_dx && layers.recomputes_weights;
-  Tensor y;
-  if (weight.is_meta()) {  // whose engines another device may not have
-    pass.save(weight_operands(pass, 0, {kFpropW}, {kDgradW, needs_dx}, casts_later).second,
-              kDgradW);
-    y = empty_result(x_codes, {x_codes.sym_size(0), weight.sym_size(0)}, dtype);
-  } else {
-    y = multiply_operand(pass, {x_codes, x_scale, or_undefined(x_amax), x_decoded},
-                         {.place = kFpropX, .decoded = decoded})
-            .front();
-  }
-  if (casts_later) saved[0] = saved[1] = Tensor();  // W, which the caller has
+  const Tensor y =
+      multiply_operand(pass, x, {.place = kFpropX, .decoded = is_decoded(x.decoded)}).front();
+  if (saves_weight_itself(pass)) saved[0] = saved[1] = Tensor();  // which the caller has
   return {y, or_empty(&saved[0], weight), or_empty(&saved[1], weight), or_empty(&saved[2], weight)};
 }
 
@@ -160,7 +112,9 @@ ThreeTensors linear_backward(const Tensor& grad, at::TensorList saved, const std
                              at::ScalarType product_dtype, at::ScalarType weight_dtype,
                              std::optional<at::ScalarType> bias_dtype,
                              const std::optional<Tensor>& rng, const std::optional<Tensor>& history,
-                             std::int64_t stream) {
+                             std::int64_t stream, const std::optional<Tensor>& table,
+                             const std::optional<Tensor>& row_ids, std::int64_t first_expert,
+                             bool zero_tail) {
   constexpr const char* kOp = "linear_backward";
   const auto& [needs_dx, needs_dw, needs_db] = needed;
   const PreparedRecipe& prepared = prepare(recipe);
@@ -172,22 +126,37 @@ ThreeTensors linear_backward(const Tensor& grad, at::TensorList saved, const std
   for (const at::ScalarType dtype :
        {x_dtype, product_dtype, weight_dtype, bias_dtype.value_or(x_dtype)})
     check_dtype(kOp, "dtypes", dtype);
-  check_state(kOp, prepared, rng, history, grad);
   bridge::check_same_device(kOp, "saved", saved, grad);
+  bridge::check_memory_if_real(kOp, "grad", grad);
   for (const Tensor& t : saved) bridge::check_memory_if_real(kOp, "saved", t);
-  const Tensor g = as_matrix("linear", "gradient", grad);
-  const SymInt m = g.sym_size(0), n = g.sym_size(1);
-  const bool is_rowwise = prepared.specs[kWgradX].is_of_forward();
-  if (needs_dw)
-    check_operand(kOp, "the saved x", prepared.spec_of_codes(kWgradX), saved[0], saved[1], saved[2],
-                  is_rowwise ? m : k, is_rowwise ? k : m);
-  if (needs_dx) check_saved_weight(kOp, prepared, saved.slice(3), n, k);
-  const Tensor none = or_empty(nullptr, grad);
-  if (grad.is_meta())  // the products need no check that forward's have not passed
-    return {needs_dx ? empty_result(g, {m, k}, g.scalar_type()) : none,
-            needs_dw ? empty_result(g, {n, k}, weight_dtype) : none,
-            needs_db ? empty_result(g, {n}, *bias_dtype) : none};
   SavedLayers layers(prepared, x_dtype);
+  layers.groups = groups_of(table, row_ids, first_expert, zero_tail);
+  // The gradients of experts are rounded to x's dtype before the cast.
+  const Tensor g = as_matrix("linear", "gradient", table ? to_dtype(grad, x_dtype) : grad);
+  const SymInt m = g.sym_size(0), n = g.sym_size(1);
+  std::optional<SymInt> experts;
+  if (table) {
+    TORCH_CHECK_VALUE(table->dim() == 2, kOp, ": expected groups as group_table returns them");
+    experts = table->sym_size(1) - 1;
+    const Tensor b = empty_result(grad, {1, 1, 1}, x_dtype).expand_symint({*experts, k, n});
+    check_groups_of_call(
+        kOp, call_of(prepared, x_dtype, *layers.groups, {}, list_of(rng), list_of(history)), m, b);
+  } else {
+    check_state(kOp, prepared, rng, history, grad);
+  }
+  if (needs_dw)
+    check_saved_x(kOp, "the saved x", prepared, saved, m, k,
+                  table ? Groups{table, wgrad_unit(prepared)} : Groups{});
+  if (needs_dx) check_saved_weight(kOp, prepared, saved.slice(3), n, k, experts);
+  const Tensor none = or_empty(nullptr, grad);
+  if (grad.is_meta()) {  // the products need no check that forward's have not passed
+    c10::SymDimVector of_w = {n, k}, of_bias = {n};
+    if (experts) of_w = {*experts, n, k}, of_bias = {*experts, n};
+    const Tensor dw = needs_dw ? empty_result(g, of_w, weight_dtype) : none;
+    return {needs_dx ? empty_result(g, {m, k}, g.scalar_type()) : none,
+            needs_dw && experts ? dw.transpose(-2, -1) : dw,
+            needs_db ? empty_result(g, of_bias, *bias_dtype) : none};
+  }
   layers.streams = {stream};
   layers.product_dtypes = {product_dtype};
   layers.weight_dtypes = {weight_dtype};
@@ -203,38 +172,42 @@ ThreeTensors linear_backward(const Tensor& grad, at::TensorList saved, const std
   std::vector<Tensor> tensors;
   for (const Tensor& t : saved) tensors.push_back(or_undefined(t));
   ProductInput x = saved_input(layers, tensors, 0, kWgradX);
-  const LayerGradients d = linear_gradients(layers, needs, 0, grad, x, tensors);
+  const LayerGradients d = linear_gradients(layers, needs, 0, g, x, tensors);
   return {or_empty(&d.x, grad), or_empty(&d.weight, grad), or_empty(&d.bias, grad)};
 }
 
 const Op linear_backward_op("linear_backward", linear_backward, without_derivative()),
     linear_backward_delayed_op("linear_backward_delayed", linear_backward, without_derivative());
 
-}  // namespace
+// The arguments of both ops that say how the rows of experts lie.
+struct GroupArguments {
+  explicit GroupArguments(const std::optional<RowGroups>& groups) {
+    if (!groups) return;
+    table = groups->table, row_ids = groups->row_ids;
+    first_expert = groups->first_expert, zero_tail = groups->zeroes_tail;
+  }
 
-bool records_forward(const PreparedRecipe& recipe, const Layers& layers, const Tensor& t) {
-  if (!is_compiled(t) || layers.shards.sharding || layers.groups ||
-      !layers.prequantized.weight.empty())
-    return false;
-  return records_recipe(recipe);
-}
+  std::optional<Tensor> table, row_ids;
+  std::int64_t first_expert = 0;
+  bool zero_tail = true;
+};
+
+}  // namespace
 
 std::vector<Tensor> record_forward(const ForwardPass& pass, const QuantizedOperand& x) {
   const Layers& layers = pass.layers;
-  const bool saves_itself = layers.recomputes_weights && pass.saved && pass.needs.dx;
+  const bool saves_itself = saves_weight_itself(pass);
+  const GroupArguments of(layers.groups);
   std::vector<Tensor> outputs;
   for (std::size_t i = 0; i < layers.weights.size(); ++i) {
     const Tensor& weight = layers.weights[i];
     const CastContext state = pass.state_of(i);
     const auto& op = layers.histories.empty() ? linear_forward_op : linear_forward_delayed_op;
-    // Planned here: the op's meta kernel knows no device, and so no engine.
-    const bool swizzled = plan_cast(pass.prepared, weight, {kFpropW, false},
-                                    {kDgradW, pass.saved && pass.needs.dx && !saves_itself}, state)
-                              .options.swizzled_col;
     auto [y, codes, scale, amax] = op(
         x.codes, x.scale, or_empty(&x.amax, x.codes), x.decoded, weight, layers.bias_of(i),
         pass.prepared.text, pass.dtype, pass.saved && pass.needs.dx, saves_itself ? "weight" : "",
-        or_none(state.rng), or_none(state.history), state.stream, swizzled);
+        or_none(state.rng), or_none(state.history), state.stream, returns_swizzled(pass, i),
+        pass.out_dtype, of.table, of.row_ids, of.first_expert, of.zero_tail);
     outputs.push_back(std::move(y));
     amax = or_undefined(amax);
     if (saves_itself)
@@ -243,12 +216,6 @@ std::vector<Tensor> record_forward(const ForwardPass& pass, const QuantizedOpera
       pass.save({codes, scale, amax, Tensor()}, kDgradW);
   }
   return outputs;
-}
-
-bool records_backward(const SavedLayers& layers, const std::vector<Tensor>& grads) {
-  const auto is_recorded = [](const Tensor& g) { return !g.defined() || is_compiled(g); };
-  return std::all_of(grads.begin(), grads.end(), is_recorded) && !layers.sharding &&
-         !layers.groups && !layers.accumulation.is_on();
 }
 
 LayerGradients record_backward(const SavedLayers& layers, const NeededGradients& needs,
@@ -263,10 +230,12 @@ LayerGradients record_backward(const SavedLayers& layers, const NeededGradients&
   std::optional<at::ScalarType> bias_dtype;
   if (bias >= 0) bias_dtype = layers.bias_dtypes[static_cast<std::size_t>(bias)];
   const auto& op = layers.histories.empty() ? linear_backward_op : linear_backward_delayed_op;
+  const GroupArguments of(layers.groups);
   const auto [dx, dw, db] =
       op(grad, tensors, layers.recipe.text, {needs.dx, needs.dw[i], needs_db},
          layers.features[i][1], layers.x_dtype, layers.product_dtypes[i], layers.weight_dtypes[i],
-         bias_dtype, or_none(state.rng), or_none(state.history), state.stream);
+         bias_dtype, or_none(state.rng), or_none(state.history), state.stream, of.table, of.row_ids,
+         of.first_expert, of.zero_tail);
   return {needs.dx ? dx : Tensor(), needs.dw[i] ? dw : Tensor(), needs_db ? db : Tensor()};
 }
 

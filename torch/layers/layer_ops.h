@@ -1,5 +1,5 @@
-// What torch.compile records of a dense layer, besides the cast of x, which layers share and a
-// partitioner may compute again:
+// What torch.compile records of a dense layer, or of a product of experts, besides the cast of x,
+// which layers share and a partitioner may compute again:
 //
 //     linear_forward     casts W and multiplies: returns y, and W as backward reads it
 //     linear_backward    casts the gradient and multiplies twice: returns all gradients
@@ -16,16 +16,8 @@
 
 namespace minifloat::torch_ops {
 
-// Returns whether torch.compile traces layers whose forward is recorded as linear_forward: x and
-// the weights are quantized here, whole, and their products read codes.   t: a tensor of the trace
-bool records_forward(const PreparedRecipe& recipe, const Layers& layers, const Tensor& t);
-
 // Returns y (M, N) of each weight, as multiply_operand does, by the op linear_forward.
 std::vector<Tensor> record_forward(const ForwardPass& pass, const QuantizedOperand& x);
-
-// Returns whether the backward pass of layers is recorded as linear_backward: their weights are
-// whole, and autograd receives the gradients.
-bool records_backward(const SavedLayers& layers, const std::vector<Tensor>& grads);
 
 // Returns what linear_gradients does of layer i, by the op linear_backward.
 LayerGradients record_backward(const SavedLayers& layers, const NeededGradients& needs,

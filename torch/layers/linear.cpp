@@ -22,6 +22,7 @@
 #include "layers/layer_state.h"
 #include "layers/linear_gradients.h"
 #include "layers/passes.h"
+#include "layers/recorded_args.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/op.h"

@@ -7,6 +7,8 @@
 #include <array>
 #include <utility>
 
+#include "layers/mlp_ops.h"
+
 namespace minifloat::torch_ops {
 namespace {
 
@@ -27,10 +29,10 @@ struct GradientsOfGates {
 
 class Backward {
  public:
-  Backward(const MlpState& state, const std::vector<Tensor>& saved, const Tensor& dy)
-      : r_(state),
-        prepared_(state.inputs.recipe),
-        inputs_(saved.begin(), saved.begin() + 3 * (1 + state.inputs.product_dtypes.size())),
+  Backward(const MlpLayers& layers, const std::vector<Tensor>& saved, const Tensor& dy)
+      : r_(layers),
+        prepared_(layers.inputs.recipe),
+        inputs_(saved.begin(), saved.begin() + 3 * (1 + layers.count())),
         output_(saved.begin() + inputs_.size(), saved.begin() + inputs_.size() + 6),
         device_(dy.device()),
         dy_(as_matrix(kMlp, "gradient", dy)),
@@ -38,13 +40,13 @@ class Backward {
     gates_.gate = saved[inputs_.size() + 6];
     const Tensor& up = saved[inputs_.size() + 7];
     if (up.defined()) gates_.up = up;
-    row_decoded_ = state.inputs.dgrad(device_).reads_values();
-    col_decoded_ = state.inputs.wgrad(device_).reads_values();
+    row_decoded_ = layers.inputs.dgrad(device_).reads_values();
+    col_decoded_ = layers.inputs.wgrad(device_).reads_values();
   }
 
   // Each operand is freed with the product that reads it.
   std::vector<Tensor> gradients() const {
-    const std::size_t n = r_.inputs.product_dtypes.size();
+    const std::size_t n = r_.count();
     const std::size_t biases = r_.inputs.bias_dtypes.size();
     std::vector<Tensor> out(1 + n + 1 + biases + r_.output.bias_dtypes.size());
     const bool needs_dh = r_.needs.output.dx, needs_dw = r_.needs.output.any_dw;
@@ -66,7 +68,6 @@ class Backward {
     if (!needs_dh) return out;
     ProductInput x = saved_input(r_.inputs, inputs_, 0, kWgradX);
     for (std::size_t i = 0; i < n; ++i) add_layer(i, std::move(d.gates[i]), x, out);
-    if (out[0].defined() && r_.x_shape.size() != 2) out[0] = out[0].view_symint(r_.x_shape);
     return out;
   }
 
@@ -83,7 +84,7 @@ class Backward {
 
   // Adds the gradients of one of the weights that read x.
   void add_layer(std::size_t i, CastGradient g, ProductInput& x, std::vector<Tensor>& out) const {
-    const std::size_t n = r_.inputs.product_dtypes.size();
+    const std::size_t n = r_.count();
     if (r_.needs.inputs.dx) {
       const Tensor dx = input_gradient(r_.inputs, g.operands.first, gate_row(),
                                        saved_weight(r_.inputs, inputs_, i), gates_.gate.sym_size(1),
@@ -155,7 +156,7 @@ class Backward {
     GradientsOfGates out = {{}, std::move(d.h)};
     std::array<Tensor, 2> values = {std::move(dh), std::move(d.up)};
     const bool reads_values = has_biases();
-    for (std::size_t i = 0; i < r_.inputs.product_dtypes.size(); ++i) {
+    for (std::size_t i = 0; i < r_.count(); ++i) {
       const CastPlan plan =
           plan_cast(prepared_, values[i], gate_row(), gate_col(), r_.inputs.state_of_rows(i));
       QuantizeOptions options = plan.options;
@@ -185,13 +186,13 @@ class Backward {
     if (!dh.defined()) return out;
     const ActivationGradients found = activation_backward(dh, gates_.of(r_.activation));
     const std::array<Tensor, 2> d = {found.gate, found.up};
-    for (std::size_t i = 0; i < r_.inputs.product_dtypes.size(); ++i)
+    for (std::size_t i = 0; i < r_.count(); ++i)
       out.gates.push_back({d[i], quantize_both(prepared_, d[i], gate_row(), gate_col(),
                                                r_.inputs.state_of_rows(i))});
     return out;
   }
 
-  const MlpState& r_;
+  const MlpLayers& r_;
   const PreparedRecipe& prepared_;
   const std::vector<Tensor> inputs_, output_;  // the saved tensors of each
   Gates gates_;
@@ -222,25 +223,35 @@ bool saves_h(const PreparedRecipe& prepared) {
   return col.delayed && (!row.delayed || row.transform > 0 || col.transform > 0);
 }
 
-MlpState::MlpState(const Tensor& x, const Layers& of_inputs, const Layers& of_output,
-                   const PreparedRecipe& recipe, std::string of, const MlpNeeds& needed)
+std::vector<Tensor> mlp_gradients(const MlpLayers& layers, const std::vector<Tensor>& saved,
+                                  const Tensor& dy) {
+  return Backward(layers, saved, dy).gradients();
+}
+
+MlpState::MlpState(const Tensor& x, const Mlp& mlp, const PreparedRecipe& recipe,
+                   const MlpNeeds& needed)
     : LayerState(kMlp, recipe),
-      inputs(of_inputs, recipe, x.scalar_type()),
-      output(of_output, recipe, x.scalar_type()),
-      activation(std::move(of)),
-      x_shape(x.sym_sizes().vec()),
-      needs(needed) {
-  for (const Layers* layers : {&of_inputs, &of_output}) {
-    add_rng(layers->rng);
-    add_histories(layers->histories);
+      layers{{mlp.inputs, recipe, x.scalar_type()},
+             {mlp.output, recipe, x.scalar_type()},
+             mlp.activation,
+             needed},
+      x_shape(x.sym_sizes().vec()) {
+  for (const Layers* of : {&mlp.inputs, &mlp.output}) {
+    add_rng(of->rng);
+    add_histories(of->histories);
   }
 }
 
 std::vector<Tensor> MlpState::gradients(const std::vector<Tensor>& saved,
                                         const std::vector<Tensor>& grads) const {
-  if (grads[0].defined()) return Backward(*this, saved, grads[0]).gradients();
-  return std::vector<Tensor>(2 + inputs.features.size() + inputs.bias_dtypes.size() +
-                             output.bias_dtypes.size());
+  if (!grads[0].defined())
+    return std::vector<Tensor>(2 + layers.count() + layers.inputs.bias_dtypes.size() +
+                               layers.output.bias_dtypes.size());
+  std::vector<Tensor> out = records_mlp_gradients(layers, grads)
+                                ? record_mlp_gradients(layers, saved, grads[0])
+                                : mlp_gradients(layers, saved, grads[0]);
+  if (out[0].defined() && x_shape.size() != 2) out[0] = out[0].view_symint(x_shape);
+  return out;
 }
 
 }  // namespace minifloat::torch_ops

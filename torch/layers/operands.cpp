@@ -13,6 +13,7 @@
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/history.h"
+#include "ops/tracing.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -179,21 +180,23 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const OperandU
     const Spec& spec = recipe.specs[needed.place];
     if (!needed.is_needed || spec.is_bf16()) return kAbsent;
     if (spec.delayed) amax = active_amax(state.history, needed.place);
-    if (spec.stochastic) options.rng = state.rng;
-    stream = operand_stream(spec, needed.place) ^ state.stream;
+    if (spec.stochastic) {  // else equal casts of a trace are one
+      options.rng = state.rng;
+      stream = operand_stream(spec, needed.place) ^ state.stream;
+    }
     decoded = needed.decoded;
     return recipe.spec_texts[needed.place];
   };
   options.groups = state.groups;
   options.first_expert = state.first_expert;
-  options.apart_col = state.apart_col;
   const std::string& row_text =
       set_options(row, options.amax_row, options.stream_row, options.decoded_row);
   const std::string& col_text =
       set_options(col, options.amax_col, options.stream_col, options.decoded_col);
   // The caller may pass the transpose of a matrix, with its directions exchanged.
-  if (state.amax)
-    (kOperands[col.place].columnwise ? options.amax_col : options.amax_row) = state.amax;
+  const bool is_exchanged = !kOperands[col.place].columnwise;
+  if (state.amax) (is_exchanged ? options.amax_row : options.amax_col) = state.amax;
+  (is_exchanged ? options.apart_row : options.apart_col) = state.apart_col;
   if (state.amax_of_rowwise && !row_text.empty()) options.amax_row = state.amax_of_rowwise;
   options.amaxes_of_columns =
       state.casts_other_later && row.is_needed && !col.is_needed && !state.sharding &&

@@ -4,6 +4,7 @@
 
 #include "layers/expert_weights.h"
 #include "layers/layer_ops.h"
+#include "layers/recorded_args.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 
@@ -120,6 +121,20 @@ Directions operands_of_forward(const ForwardPass& pass, std::size_t i) {
                          casts_weight_later(pass, i));
 }
 
+// Saves the weights and returns y of each, for an op on Meta, where engines are not those of a
+// device.
+std::vector<Tensor> shapes_of_products(const ForwardPass& pass, const QuantizedOperand& x) {
+  std::vector<Tensor> outputs;
+  for (std::size_t i = 0; i < pass.layers.weights.size(); ++i) {
+    const OperandUse col{kDgradW, pass.needs.dx};
+    pass.save(weight_operands(pass, i, {kFpropW}, col, casts_weight_later(pass, i)).second,
+              kDgradW);
+    const SymInt shape[] = {x.codes.sym_size(0), pass.layers.features_of(i)[0]};
+    outputs.push_back(empty_result(x.codes, shape, pass.out_dtype));
+  }
+  return outputs;
+}
+
 }  // namespace
 
 Tensor amax_of_codes(const Spec& spec, const QuantizedOperand& operand) {
@@ -209,16 +224,23 @@ std::vector<Tensor> multiply_by_weights(const ForwardPass& pass, const char* op,
     bridge::check_memory_if_real(op, pass.layers.groups ? "A" : "x", x);
     first = operands_of_forward(pass, 0);
   }
-  const OperandUse row = row_of_x(pass);
-  const auto [rowwise, columnwise] = input_operands(pass, op, x, row, {kWgradX, pass.needs.any_dw});
-  pass.save(columnwise, kWgradX);
+  const auto [rowwise, row] = cast_input(pass, op, x);
   return multiply_operand(pass, rowwise, row, std::move(first));
+}
+
+std::pair<QuantizedOperand, OperandUse> cast_input(const ForwardPass& pass, const char* op,
+                                                   const Tensor& x) {
+  const OperandUse row = row_of_x(pass);
+  auto [rowwise, columnwise] = input_operands(pass, op, x, row, {kWgradX, pass.needs.any_dw});
+  pass.save(columnwise, kWgradX);
+  return {std::move(rowwise), row};
 }
 
 std::vector<Tensor> multiply_operand(const ForwardPass& pass, const QuantizedOperand& x,
                                      const OperandUse& row, std::optional<Directions> first) {
   const Layers& layers = pass.layers;
   const Sharding* sharding = layers.shards.sharding;
+  if (pass.returns_saved && layers.weights[0].is_meta()) return shapes_of_products(pass, x);
   if (records_forward(pass.prepared, layers, x.codes)) return record_forward(pass, x);
   const PlannedProduct fprop = pass.fprop();
   const ProductInput left = forward_input(pass, x, row);

@@ -8,6 +8,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "layers/arguments.h"
@@ -61,7 +62,11 @@ Directions weight_operands(const ForwardPass& pass, std::size_t i, const Operand
 // reads it, or, where the layers recompute it, the weight itself.   op: for errors of x
 std::vector<Tensor> multiply_by_weights(const ForwardPass& pass, const char* op, const Tensor& x);
 
-// Returns the same from x as it was cast for fprop, and saves the weights alone.
+// Quantizes x, saves it as wgrad reads it, and returns it as fprop reads it.
+std::pair<QuantizedOperand, OperandUse> cast_input(const ForwardPass& pass, const char* op,
+                                                   const Tensor& x);
+
+// Returns the products from x as it was cast for fprop, and saves the weights alone.
 //   row: of x; first: the operands of the first weight, or none
 std::vector<Tensor> multiply_operand(const ForwardPass& pass, const QuantizedOperand& x,
                                      const OperandUse& row, std::optional<Directions> first = {});

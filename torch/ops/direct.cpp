@@ -7,14 +7,12 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
-#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 namespace minifloat::torch_ops {
 namespace {
 
 using c10::DispatchKey;
 using c10::DispatchKeySet;
-using c10::impl::TorchDispatchModeTLS;
 
 // The dispatch keys of a tensor without subclass or transform. Autocast keys are in every key set,
 // and are active only under autocast, which the ops of layers handle before they call other ops.
@@ -50,18 +48,6 @@ bool can_skip_dispatcher(std::initializer_list<const Tensor*> tensors) {
   for (const Tensor* t : tensors)
     if (t && t->defined() && !has_device_keys_alone(*t)) return false;
   return !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
-}
-
-bool is_compiled(const Tensor& t) {
-  // Of the tensors of torch.func, which the ops within a layer have rules for.
-  constexpr DispatchKeySet kFunctionTransforms(
-      {DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper});
-  const auto mode = TorchDispatchModeTLS::get_mode(c10::impl::TorchDispatchModeKey::FUNCTIONAL);
-  return mode.has_value() && !t.key_set().has_any(kFunctionTransforms);
-}
-
-bool is_checkpointed(const Tensor& t) {
-  return is_compiled(t) && TorchDispatchModeTLS::any_modes_set(/*skip_infra_modes=*/true);
 }
 
 Tensor direct_empty(const Tensor& like, at::IntArrayRef sizes, at::ScalarType dtype) {

@@ -20,12 +20,6 @@ using at::Tensor;
 // active. Undefined tensors and null pointers are absent arguments.
 bool can_skip_dispatcher(std::initializer_list<const Tensor*> tensors);
 
-// Whether AOTAutograd, which torch.compile calls, traces a call with t.
-bool is_compiled(const Tensor& t);
-// Whether it does so within a selective checkpoint, whose policy is a mode: backward computes the
-// results of some ops again.
-bool is_checkpointed(const Tensor& t);
-
 // Returns the address of an optional argument, or null where it is absent.
 inline const Tensor* or_null(const std::optional<Tensor>& t) { return t ? &*t : nullptr; }
 

@@ -57,8 +57,8 @@ struct QuantizeOptions {
   // Beside a rowwise direction alone, whose scale is a row's: also returns max |x| of each column,
   // as the amax of the absent columnwise direction.
   bool amaxes_of_columns = false;
-  // The columnwise outputs share no memory: an op returns them.
-  bool apart_col = false;
+  // The outputs of a direction share no memory: an op returns them.
+  bool apart_row = false, apart_col = false;
   std::array<c10::SymInt, 2> origin = {0, 0};  // of x within the whole
   Groups groups = {};                          // of the rows of x
   std::optional<Tensor> row_ids = {};          // int32 (rows): rowwise rows of the random counter

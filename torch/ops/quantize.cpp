@@ -368,7 +368,7 @@ Directions direct_quantize(const Tensor& x, const std::string& row, const std::s
   check_arguments(x, r, c, options);
   const bridge::ExecutionOn here(x);
   const Directions out = {
-      allocate_direction(x, r, options.groups, shares_memory),
+      allocate_direction(x, r, options.groups, shares_memory && !options.apart_row),
       options.amaxes_of_columns
           ? allocate_amaxes_of_columns(x, *r.spec, options.groups)
           : allocate_direction(x, c, options.groups, shares_memory && !options.apart_col)};

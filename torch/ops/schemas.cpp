@@ -1,4 +1,5 @@
-// The schemas of all ops of the library. Kernels are registered beside their code: ops/, products/,
+// The schemas of the ops of the library, except those that torch.compile records of layers, which
+// recorded_schemas.cpp has. Kernels are registered beside their code: ops/, products/,
 // layers/ and sharded/.
 //
 // Specs, products and recipes are passed as text. A quantized operand is three tensors: codes,
@@ -6,7 +7,7 @@
 #include <torch/library.h>
 
 #include <string>
-#include <utility>
+#include <vector>
 
 #include "layers/expert_rows.h"
 #include "layers/sharding.h"
@@ -166,27 +167,6 @@ TORCH_LIBRARY(minifloat, m) {
       "str accumulate=\"\", str received=\"\", "
       "int weight_cache=0, bool training=False) -> Tensor",
       tags);
-  // What torch.compile records of `linear` and mlp after the cast of x (layers/layer_ops.h). x: as
-  // `quantize` returns it, rowwise. The results are y and W as backward reads it, empty where not;
-  // then dx, dW and db, of those that are needed. saved: three tensors of x, then three of W.
-  // swizzled: the scales of that W are.
-  for (const auto& [suffix, history] :
-       {std::pair("", "Tensor? amax_history"), std::pair("_delayed", "Tensor(a!)? amax_history")}) {
-    const std::string state = std::string("Tensor? rng, ") + history + ", int stream";
-    m.def((std::string("linear_forward") + suffix +
-           "(Tensor x_codes, Tensor x_scale, Tensor x_amax, Tensor x_decoded, Tensor weight, "
-           "Tensor? bias, str recipe, ScalarType dtype, bool needs_dx, str recompute, " +
-           state + ", bool swizzled=False) -> (Tensor y, Tensor codes, Tensor scale, Tensor amax)")
-              .c_str(),
-          tags);
-    m.def((std::string("linear_backward") + suffix +
-           "(Tensor grad, Tensor[] saved, str recipe, bool[3] needed, SymInt k, "
-           "ScalarType x_dtype, ScalarType product_dtype, ScalarType weight_dtype, "
-           "ScalarType? bias_dtype, " +
-           state + ") -> (Tensor dx, Tensor dw, Tensor db)")
-              .c_str(),
-          tags);
-  }
   // An MLP of 2 weights (up, down) or 3 (gate, up, down) under one recipe: activation "silu",
   // "gelu" or "gelu_tanh". x is quantized once, with the random stream and the history of the first
   // weight; the second's history takes the same amax. weight_operands: eight tensors a weight.
@@ -384,35 +364,5 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("has_cuda() -> bool");
   m.def("cuda_targets() -> str");
 }
-
-// Before a write to a view that negates or conjugates, torch's fallback copies it, and expects that
-// the op returns what it wrote. These ops do not. So they refuse to write to such a view, and read
-// the values of others. Ops that write to lists are refused by torch, composite ones call these.
-template <c10::DispatchKey kKey>
-void resolve_views(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
-                   torch::jit::Stack* stack) {
-  const std::vector<c10::Argument>& arguments = op.schema().arguments();
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
-    c10::IValue& value = torch::jit::peek(*stack, i, arguments.size());
-    if (!value.isTensor()) continue;
-    const at::Tensor& t = value.toTensor();
-    if (!t.defined() || !(t.is_neg() || t.is_conj())) continue;
-    const c10::AliasInfo* alias = arguments[i].alias_info();
-    TORCH_CHECK_VALUE(!alias || !alias->isWrite(), op.schema().name(), ": expected ",
-                      arguments[i].name(),
-                      " with its values in memory, got a view that negates or conjugates them");
-    value = t.resolve_conj().resolve_neg();
-  }
-  op.redispatchBoxed(keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey), stack);
-}
-template <c10::DispatchKey kKey>
-void register_views(torch::Library& m) {
-  for (const char* op :
-       {"quantize_delayed", "add_scaled_mm", "sum_messages", "activation_gradients_",
-        "advance_random_state", "linear_forward_delayed", "linear_backward_delayed"})
-    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&resolve_views<kKey>>());
-}
-TORCH_LIBRARY_IMPL(minifloat, Negative, m) { register_views<c10::DispatchKey::Negative>(m); }
-TORCH_LIBRARY_IMPL(minifloat, Conjugate, m) { register_views<c10::DispatchKey::Conjugate>(m); }
 
 }  // namespace minifloat

@@ -30,6 +30,8 @@ KEPT = {
     ops.scaled_mm.default,
     ops.linear_forward.default,
     ops.linear_forward_delayed.default,
+    ops.mlp_forward.default,
+    ops.mlp_forward_delayed.default,
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,

@@ -107,8 +107,8 @@ def linear_forward_flops(
     *others: object,
     **how: object,
 ) -> int:
-    """Returns 2 M N K of x (M, K) · W (N, K)ᵀ."""
-    return 2 * x[0] * w[0] * w[1]
+    """Returns 2 M N K of x (M, K) · W (N, K)ᵀ, or of experts' rows, each of which has one W."""
+    return 2 * x[0] * prod(w[-2:])
 
 
 @register_flop_formula([ops.linear_backward, ops.linear_backward_delayed])
@@ -123,3 +123,39 @@ def linear_backward_flops(
 ) -> int:
     """Returns 2 M N K of each of the two products that are needed, from grad (…, N)."""
     return 2 * prod(grad) * k * sum(needed[:2])
+
+
+@register_flop_formula([ops.mlp_forward, ops.mlp_forward_delayed])
+def mlp_forward_flops(
+    x: torch.Size,
+    scale: object,
+    amax: object,
+    decoded: object,
+    weights: list[torch.Size],
+    *others: object,
+    **how: object,
+) -> int:
+    """Returns 2 M N K of each weight's product, from x (M, K)."""
+    return sum(2 * x[0] * prod(w) for w in weights)
+
+
+@register_flop_formula([ops.mlp_backward, ops.mlp_backward_delayed])
+def mlp_backward_flops(
+    grad: torch.Size,
+    saved: list[torch.Size],
+    recipe: object,
+    activation: object,
+    needs_dx: bool,
+    needs_dw: list[bool],
+    needs_db: list[bool],
+    k: int,
+    *others: object,
+    **how: object,
+) -> int:
+    """Returns 2 M N K of each product that is needed, from grad (…, N) and gate (M, I)."""
+    inputs = len(saved) // 3 - 3
+    rows, hidden = saved[-2]
+    needs_dh = needs_dx or any(needs_dw[:inputs]) or any(needs_db[:inputs])
+    of_output = needs_dh + needs_dw[inputs]
+    of_inputs = inputs * needs_dx + sum(needs_dw[:inputs])
+    return 2 * prod(grad) * hidden * of_output + 2 * rows * hidden * k * of_inputs
