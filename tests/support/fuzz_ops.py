@@ -82,7 +82,7 @@ def _printable(value: Any) -> Any:
 
     torch prints such a list in its error, and reads the freed memory for it.
     """
-    if not isinstance(value, (list, tuple)) or all(isinstance(v, Tensor | None) for v in value):
+    if not isinstance(value, (list, tuple)) or all(isinstance(v, Tensor) for v in value):
         return value
     return [v for v in value if not isinstance(v, Tensor) or is_inside_memory(v)]
 

@@ -86,7 +86,6 @@ class Weights:
             "shards": self.shards,
             "histories": self.histories,
             "selection": self.selection,
-            "weight": -1,
         }
 
     def cast(self, **args: Any) -> tuple[Any, list[Any]]:
@@ -97,7 +96,7 @@ class Weights:
         exchange = torch.classes.minifloat.AmaxExchange([batch])
         amaxes = exchange.measure(args["selection"])
         exchange.accept(amaxes if args.get("exchanged") is None else args["exchanged"])
-        return batch, batch.cast(args["selection"], args["weight"], True)
+        return batch, batch.cast(args["selection"], True)
 
 
 @call("GatherBatch.exchanged")
@@ -145,20 +144,14 @@ def _fill(rng: Random, arena: Arena) -> Call:
         batch, _ = weights.cast(**args)
         batch.hold_targets(targets)
         # One weight is filled alone: the others lose no memory, which is the arena's.
-        for weight in range(len(weights.plans)):
-            count = len(batch_inputs(batch, args, weight))
-            batch.fill(outputs[:count], args["selection"], weight, alone, keeps_row)
-            outputs = outputs[count:]
+        for weight, inputs in enumerate(batch.cast(args["selection"], True)):
+            of_weight, outputs = outputs[: len(inputs)], outputs[len(inputs) :]
+            batch.fill(of_weight, args["selection"], weight, alone, keeps_row)
 
     args = {"outputs": outputs, "targets": targets}
     args |= {"alone": rng.random() < 0.5, "keeps_row": rng.random() < 0.5}
     # Directions that a gather does not bring lose their memory.
     return Call(run, {**args, **weights.args()}, {"targets"}, is_of_models=True)
-
-
-def batch_inputs(batch: Any, args: dict[str, Any], weight: int) -> list[torch.Tensor]:
-    inputs: list[list[torch.Tensor]] = batch.cast(args["selection"], weight, True)
-    return inputs[weight]
 
 
 # ---- gradients in codes --------------------------------------------------------------------------

@@ -54,44 +54,41 @@ void set_packed(const std::vector<GatheredDirection*>& directions, const Tensor&
   }
 }
 
+void add_untransformed(const CastPlan& plan, std::vector<GatheredDirection*>& directions) {
+  for (const PlannedCast& planned : plan.casts)
+    if (!planned.direction->shard.is_transformed()) directions.push_back(planned.direction);
+}
+
 }  // namespace
 
 std::uint32_t* GatheredDirection::amaxes() const { return bits_of(packed) + packed_at; }
 
 // ---- One batch ----------------------------------------------------------------------------------
-// Returns the partial casts, with their shards, of the selected directions without a transform.
-std::vector<PartialCast> GatherBatch::untransformed_casts(
-    const Tensors& shards, const Choice& choice, std::vector<GatheredDirection*>& directions) {
+// Returns the casts of directions without a transform, with their shards.
+std::vector<PartialCast> GatherBatch::untransformed_casts(const Tensors& shards,
+                                                          const CastPlan& plan) const {
   std::vector<PartialCast> casts;
-  for (std::size_t i = 0; i < weights_.size(); ++i)
-    for (GatheredDirection* direction : selected(i, choice)) {
-      if (direction->shard.is_transformed()) continue;
-      casts.push_back(direction->shard.window().describe());
-      place_shard(kExchange, casts.back(), shards[i], direction->shard.first_element(), shards[0]);
-      directions.push_back(direction);
-    }
+  casts.reserve(plan.casts.size());
+  for (const PlannedCast& planned : plan.casts) {
+    if (planned.direction->shard.is_transformed()) continue;
+    const Tensor& shard = shards[planned.weight];
+    TORCH_CHECK_VALUE(shard.is_contiguous(), kExchange,
+                      ": expected contiguous shards of masters, got strides ", shard.strides());
+    PartialCast& cast = casts.emplace_back(planned.cast);
+    cast.master = shard.const_data_ptr();
+    cast.dtype = shard.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
+  }
   return casts;
 }
 
 // Measures the amaxes of the shards' current values, except those that ranks have exchanged.
-void GatherBatch::measure_alone(const Tensors& shards, const Choice& choice) {
-  std::vector<GatheredDirection*> directions;
-  std::vector<PartialCast> casts = untransformed_casts(shards, choice, directions);
+void GatherBatch::measure_alone(const Tensors& shards, const CastPlan& plan) {
+  std::vector<PartialCast> casts = untransformed_casts(shards, plan);
   if (casts.empty()) return;
+  std::vector<GatheredDirection*> directions;
+  add_untransformed(plan, directions);
   set_packed(directions, measure_amaxes(casts, shards[0]));
   run_copies(exchange_copies(directions, true), shards[0]);
-}
-
-// Tells whether a direction has no amaxes yet.
-bool GatherBatch::needs_measure(const Choice& choice) {
-  for (std::size_t i = 0; i < weights_.size(); ++i)
-    for (const GatheredDirection* direction : selected(i, choice)) {
-      const RowShard& shard = direction->shard;
-      TORCH_CHECK_VALUE(shard.exchanged() == 0 || direction->exchanged.defined(), kExchange,
-                        ": expected amaxes that ranks have exchanged, got none");
-      if (!shard.is_transformed() && !direction->packed.defined()) return true;
-    }
-  return false;
 }
 
 // ---- Several batches ----------------------------------------------------------------------------
@@ -116,17 +113,18 @@ Tensor AmaxExchange::measure(std::int64_t selection) {
   std::vector<PartialCast> casts;
   Tensors amaxes;  // of directions under a transform
   for (std::size_t b = 0; b < batches_.size(); ++b) {
-    GatherBatch& batch = *batches_[b];
-    const std::vector<PartialCast> more =
-        batch.untransformed_casts(of_batches[b], {selection, kAllWeights}, untransformed);
+    const GatherBatch& batch = *batches_[b];
+    const CastPlan& plan = batch.plan(selection);
+    const std::vector<PartialCast> more = batch.untransformed_casts(of_batches[b], plan);
     casts.insert(casts.end(), more.begin(), more.end());
-    for (std::size_t i = 0; i < batch.weights_.size(); ++i)
-      for (GatheredDirection* direction : batch.weights_[i].selected(selection)) {
-        if (!direction->shard.is_transformed() || direction->shard.exchanged() == 0) continue;
-        transformed.push_back(direction);
-        amaxes.push_back(
-            transformed_amax(batch.values_as_computed(of_batches[b][i], i), direction->shard));
-      }
+    add_untransformed(plan, untransformed);
+    for (const PlannedCast& planned : plan.casts) {
+      const RowShard& shard = planned.direction->shard;
+      if (!shard.is_transformed() || shard.exchanged() == 0) continue;
+      const Tensor& values = of_batches[b][planned.weight];
+      transformed.push_back(planned.direction);
+      amaxes.push_back(transformed_amax(batch.values_as_computed(values, planned.weight), shard));
+    }
   }
   if (!casts.empty()) set_packed(untransformed, measure_amaxes(casts, like));
   pending_ = untransformed;

@@ -12,8 +12,9 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kGatherBatch = "GatherBatch";
-constexpr std::int64_t kTableAlignment = 4;   // bytes
-constexpr std::int64_t kCommonAlignment = 4;  // numbers
+constexpr std::int64_t kTableAlignment = 4;    // bytes
+constexpr std::int64_t kCommonAlignment = 4;   // numbers
+constexpr std::int64_t kInputAlignment = 256;  // bytes
 
 GatherMode mode_of(const std::string& text) {
   if (text == "one") return GatherMode::kOne;
@@ -23,23 +24,36 @@ GatherMode mode_of(const std::string& text) {
   return GatherMode::kSplit;
 }
 
-}  // namespace
-
-std::vector<GatheredDirection*> BatchedWeight::selected(std::int64_t selection) {
-  TORCH_CHECK_VALUE(kForward <= selection && selection <= kBothGathers, kGatherBatch,
-                    ": expected a selection from 0 to 2, got ", selection);
-  if (mode == GatherMode::kSplit && selection != kBothGathers) return {&directions[selection]};
-  std::vector<GatheredDirection*> found;
-  for (GatheredDirection& direction : directions) found.push_back(&direction);
+Selected select(BatchedWeight& weight, std::int64_t selection) {
+  Selected found = {.directions = {}, .table_starts = {0}};
+  const bool is_split = weight.mode == GatherMode::kSplit && selection != kBothGathers;
+  for (GatheredDirection& direction : weight.directions) {
+    if (is_split && &direction != &weight.directions[selection]) continue;
+    found.directions.push_back(&direction);
+    found.table_starts.push_back(found.table_starts.back() +
+                                 round_up(direction.shard.table_bytes(), kTableAlignment));
+  }
   return found;
 }
 
-Numbers table_starts(const std::vector<GatheredDirection*>& directions) {
-  Numbers starts = {0};
-  for (const GatheredDirection* direction : directions)
-    starts.push_back(starts.back() + round_up(direction->shard.table_bytes(), kTableAlignment));
-  return starts;
+// Describes the cast of a direction, with the sizes of the scales that it writes.
+PlannedCast plan_cast(GatheredDirection& direction, std::size_t weight) {
+  const RowShard& shard = direction.shard;
+  PlannedCast planned = {.direction = &direction, .weight = weight};
+  if (shard.is_transformed()) return planned;
+  PartialCast& cast = planned.cast = shard.window().describe();
+  const std::int64_t first = shard.first_element();
+  cast.shard = {first, first + shard.held_rows() * shard.cols()};
+  cast.first_byte = FlatShard{cast.cols, cast.shard}.code_bytes(cast.spec.code_bits()).begin;
+  cast.keeps_other_nibbles = false;
+  if (shard.has_common_scale()) return planned;
+  planned.window_table_rows = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols).rows;
+  if (cast.columnwise || shard.table_rows_of_this_rank() != planned.window_table_rows)
+    planned.scale_bytes = shard.window().scales() * shard.scale_bytes();
+  return planned;
 }
+
+}  // namespace
 
 // ---- The batch ----------------------------------------------------------------------------------
 GatherBatch::GatherBatch(const ShardCasts& rows, const ShardCasts& cols, const Texts& modes,
@@ -69,35 +83,70 @@ GatherBatch::GatherBatch(const ShardCasts& rows, const ShardCasts& cols, const T
           direction.amax_at + round_up(direction.shard.common_amaxes(), kCommonAlignment);
     }
     weights_.push_back(std::move(weight));
-    BatchedWeight& last = weights_.back();
-    for (const std::int64_t selection : {kForward, kBackward})
-      last.table_bytes = std::max(last.table_bytes, table_starts(last.selected(selection)).back());
   }
+  for (BatchedWeight& weight : weights_) {
+    for (const std::int64_t selection : {kForward, kBackward, kBothGathers})
+      weight.selections[selection] = select(weight, selection);
+    for (const std::int64_t selection : {kForward, kBackward})
+      weight.table_bytes =
+          std::max(weight.table_bytes, weight.selections[selection].table_starts.back());
+    const RowShard& shard = weight.directions.back().shard;
+    join_bytes_ += Scratch::size_of(shard.whole_table_rows() * shard.table_row_bytes());
+  }
+  for (const std::int64_t selection : {kForward, kBackward, kBothGathers}) plan_casts(selection);
 }
 
-// Returns the directions of a weight in a call; none where the call is of another weight.
-std::vector<GatheredDirection*> GatherBatch::selected(std::size_t weight, const Choice& choice) {
-  TORCH_CHECK_VALUE(
-      kAllWeights <= choice.weight && choice.weight < static_cast<std::int64_t>(weights_.size()),
-      kGatherBatch, ": expected a weight from -1 to ", weights_.size(), ", got ", choice.weight);
-  if (choice.weight != kAllWeights && choice.weight != static_cast<std::int64_t>(weight)) return {};
-  return weights_[weight].selected(choice.selection);
+void GatherBatch::plan_casts(std::int64_t selection) {
+  CastPlan& plan = plans_[selection];
+  std::int64_t tables = 0;
+  bool is_table_padded = false;
+  for (std::size_t i = 0; i < weights_.size(); ++i) {
+    const auto& [directions, starts] = weights_[i].selections[selection];
+    std::int64_t written = 0;  // of the table
+    for (std::size_t k = 0; k < directions.size(); ++k) {
+      const RowShard& shard = directions[k]->shard;
+      PlannedCast planned = plan_cast(*directions[k], i);
+      planned.codes_at = plan.bytes;
+      planned.table_at = shard.table_bytes() > 0 ? tables + starts[k] : -1;
+      plan.inputs.push_back({i, plan.bytes, shard.chunk_bytes()});
+      if (shard.held_bytes() < shard.chunk_bytes())
+        plan.padding.push_back({plan.bytes + shard.held_bytes(), plan.bytes + shard.chunk_bytes()});
+      plan.bytes += round_up(shard.chunk_bytes(), kInputAlignment);
+      plan.exchanged += shard.exchanged();
+      // The scales that the cast writes, and those in the order of W's rows.
+      if (planned.scale_bytes > 0)
+        plan.scratch_bytes += Scratch::size_of(planned.scale_bytes) +
+                              Scratch::size_of(planned.window_table_rows * shard.table_row_bytes());
+      written += shard.table_bytes() / std::max<std::int64_t>(shard.table_rows(), 1) *
+                 shard.table_rows_of_this_rank();
+      plan.casts.push_back(std::move(planned));
+    }
+    if (weights_[i].table_bytes == 0) continue;
+    plan.inputs.push_back({i, -1 - tables, weights_[i].table_bytes});
+    is_table_padded = is_table_padded || written < weights_[i].table_bytes;
+    tables += round_up(weights_[i].table_bytes, kInputAlignment);
+  }
+  for (PlannedInput& input : plan.inputs)
+    if (input.at < 0) input.at = plan.bytes - 1 - input.at;
+  for (PlannedCast& planned : plan.casts)
+    if (planned.table_at >= 0) planned.table_at += plan.bytes;
+  if (is_table_padded) plan.padding.push_back({plan.bytes, plan.bytes + tables});
+  plan.bytes += tables;
 }
 
-std::int64_t GatherBatch::exchanged(std::int64_t selection) {
-  std::int64_t count = 0;
-  for (BatchedWeight& weight : weights_)
-    for (const GatheredDirection* direction : weight.selected(selection))
-      count += direction->shard.exchanged();
-  return count;
+// Returns the plan of a selection, `last` at most.
+const CastPlan& GatherBatch::plan(std::int64_t selection, std::int64_t last) const {
+  TORCH_CHECK_VALUE(kForward <= selection && selection <= last, kGatherBatch,
+                    ": expected a selection from 0 to ", last, ", got ", selection);
+  return plans_[selection];
 }
+
+std::int64_t GatherBatch::exchanged(std::int64_t selection) { return plan(selection).exchanged; }
 
 // ---- The tensors of later calls -----------------------------------------------------------------
 void GatherBatch::hold_shards(Tensors shards, Tensors histories) {
   shards_ = std::move(shards), histories_ = std::move(histories);
 }
-
-void GatherBatch::hold_targets(Tensors targets) { targets_ = std::move(targets); }
 
 void GatherBatch::count_writes(const Tensors& tensors) {
   writes_before_.reset();

@@ -7,7 +7,8 @@
 //     GatherBatch.cast         shards, amaxes -> codes and tables of scales, as one rank sends them
 //     GatherBatch.fill         what all ranks sent -> codes, scales and amaxes of both directions
 //
-// The batch holds the tensors because each tensor of a list takes time to pass from Python.
+// The batch holds the tensors because each tensor of a list takes time to pass from Python. What
+// every call does alike is planned once (CastPlan), and targets are checked when they are held.
 //
 // A weight is gathered in one of three modes:
 //     one      one 2D-block format: rowwise codes; the columnwise codes are their transpose
@@ -18,6 +19,7 @@
 #include <ATen/core/Tensor.h>
 #include <torch/custom_class.h>
 
+#include <array>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -31,12 +33,9 @@ using Numbers = std::vector<std::int64_t>;
 
 // The gather of a call: before forward or before backward; kBothGathers: the directions of both.
 enum Selection : std::int64_t { kForward, kBackward, kBothGathers };
+inline constexpr std::size_t kSelections = 3;
 
-// The gather and the weight of a call; kAllWeights: all weights of the batch.
-struct Choice {
-  std::int64_t selection;
-  std::int64_t weight;
-};
+// The weight of a call; kAllWeights: all weights of the batch.
 inline constexpr std::int64_t kAllWeights = -1;
 
 enum class GatherMode { kOne, kBoth, kSplit };
@@ -55,25 +54,62 @@ struct GatheredDirection {
   std::uint32_t* amaxes() const;
 };
 
+// The directions of a weight in a gather, and the offset of each one's scales in a rank's table.
+struct Selected {
+  std::vector<GatheredDirection*> directions;
+  Numbers table_starts;
+};
+
 struct BatchedWeight {
   GatherMode mode;
   std::vector<GatheredDirection> directions;  // rowwise, and columnwise unless the mode is kOne
+  std::array<Selected, kSelections> selections = {};
   std::int64_t table_bytes = 0;  // of a rank, the same before forward and before backward
-
-  std::vector<GatheredDirection*> selected(std::int64_t selection);
 };
 
-// One direction in a call of GatherBatch::cast, with the memory that the cast writes.
-struct CastEntry {
+// ---- What every call of a gather does alike -----------------------------------------------------
+
+// The cast of one direction. The offsets are in the memory of the inputs.
+struct PlannedCast {
   GatheredDirection* direction;
   std::size_t weight;
-  std::uint8_t* codes;  // of the gather's input
-  std::uint8_t* table;  // null: no scales are gathered
-  float *scale, *amax;  // common to all ranks; null: none
+  PartialCast cast = {};  // without memory; of no use under a transform
+  std::int64_t codes_at = 0;
+  std::int64_t table_at = -1;          // -1: no scales are gathered
+  std::int64_t scale_bytes = 0;        // of scratch, where the cast does not write the table itself
+  std::int64_t window_table_rows = 0;  // of the scales that the cast writes
 };
 
-// Returns the offsets of each direction's scales in a rank's table; the last number is the end.
-Numbers table_starts(const std::vector<GatheredDirection*>& directions);
+// An input of the gather in the memory of all.
+struct PlannedInput {
+  std::size_t weight;
+  std::int64_t at, bytes;
+};
+
+// The casts before a gather: all codes in one tensor, then all tables.
+struct CastPlan {
+  std::vector<PlannedCast> casts;
+  std::vector<PlannedInput> inputs;  // weight by weight: codes of its directions, then its table
+  std::vector<Span> padding;         // bytes that no cast writes, or not all
+  std::int64_t bytes = 0;            // of the inputs
+  std::int64_t scratch_bytes = 0;
+  std::int64_t exchanged = 0;  // amaxes
+};
+
+// Scratch memory of one call, which is allocated when its first part is taken.
+class Scratch {
+ public:
+  Scratch(const at::Tensor& like, std::int64_t bytes) : like_(like), bytes_(bytes) {}
+  static std::int64_t size_of(std::int64_t bytes) { return round_up(bytes, kAlignment); }
+  std::uint8_t* take(std::int64_t bytes);
+
+ private:
+  static constexpr std::int64_t kAlignment = 16;
+  at::Tensor like_, memory_;
+  std::int64_t bytes_, used_ = 0;
+};
+
+// ---- The batch ----------------------------------------------------------------------------------
 
 class GatherBatch : public torch::CustomClassHolder {
  public:
@@ -87,7 +123,8 @@ class GatherBatch : public torch::CustomClassHolder {
   // shards: of each weight (rows, cols); histories: the float32 amax history of each weight, any
   // tensor where it has none; empty where nothing is delayed
   void hold_shards(Tensors shards, Tensors histories);
-  // targets: codes, scale, amax of the rowwise and the columnwise direction of each weight
+  // targets: codes, scale, amax of the rowwise and the columnwise direction of each weight. Their
+  // memory may be freed, and allocated before they are filled
   void hold_targets(Tensors targets);
 
   // Counts writes to these tensors from now on, and keeps none of them alive.
@@ -96,10 +133,10 @@ class GatherBatch : public torch::CustomClassHolder {
   // it has accepted none since they are counted.
   bool is_written() const;
 
-  // Casts the shards. Returns the inputs of the gather of each weight: the codes of its directions,
-  // and its table where it has one; none of a weight that is not cast. weight: the one that is
-  // cast, -1: all; is_measured: whether AmaxExchange has the amaxes of the shards' values
-  std::vector<Tensors> cast(std::int64_t selection, std::int64_t weight, bool is_measured);
+  // Casts the shards before one gather. Returns the inputs of each weight: the codes of its
+  // directions, and its table where it has one. is_measured: whether AmaxExchange has the amaxes of
+  // the shards' values
+  std::vector<Tensors> cast(std::int64_t selection, bool is_measured);
 
   // Fills the whole weights from the gathered codes and tables. Frees the memory of directions
   // without gathered codes, and before backward the rowwise codes that the columnwise ones are
@@ -113,23 +150,22 @@ class GatherBatch : public torch::CustomClassHolder {
  private:
   friend class AmaxExchange;
 
+  void plan_casts(std::int64_t selection);
+  const CastPlan& plan(std::int64_t selection, std::int64_t last = kBothGathers) const;
   Tensors readable_shards() const;
   std::int64_t writes() const;
-  std::vector<GatheredDirection*> selected(std::size_t weight, const Choice& choice);
-  std::vector<PartialCast> untransformed_casts(const Tensors& shards, const Choice& choice,
-                                               std::vector<GatheredDirection*>& directions);
+  std::vector<PartialCast> untransformed_casts(const Tensors& shards, const CastPlan& plan) const;
   at::Tensor values_as_computed(const at::Tensor& shard, std::size_t weight) const;
-  std::vector<Tensors> new_inputs(const at::Tensor& like, const Choice& choice);
-  std::vector<CastEntry> entries_of(const std::vector<Tensors>& inputs, const Choice& choice);
-  void measure_alone(const Tensors& shards, const Choice& choice);
-  bool needs_measure(const Choice& choice);
+  void measure_alone(const Tensors& shards, const CastPlan& plan);
 
   std::vector<BatchedWeight> weights_;
+  std::array<CastPlan, kSelections> plans_;
   Tensors shards_, histories_, targets_;
   std::vector<c10::VariableVersion> counters_;  // of writes
   std::optional<std::int64_t> writes_before_;   // the last amaxes of both gathers
   at::Tensor common_;             // float32: scales and amaxes that every rank computes
   std::int64_t common_size_ = 0;  // elements of common_
+  std::int64_t join_bytes_ = 0;   // of scratch: gathered tables that are to be transposed
 };
 
 // The amaxes of several batches, exchanged in one all-reduce.

@@ -5,6 +5,8 @@
 //     transposes of codes, and of columnwise scales       one for each width of element
 #include <ATen/ATen.h>
 
+#include <span>
+
 #include "ops/bridge.h"
 #include "sharded/gather_batch.h"
 
@@ -41,23 +43,19 @@ struct Target {
   const Tensor &codes, &scale, &amax;
 };
 
-// The copies and transposes of a call, with its scratch memory.
+// The copies and transposes of a call.
 struct FillWork {
   Tensor like;
   const float* common;
-  std::vector<Copy> copies;
-  std::vector<Transpose> transposes;
-  std::vector<Tensor> scratch;
-  Tensors freed;  // FSDP2's memory, once the transposes have read it
+  Scratch scratch;
+  std::vector<Copy> copies = {};
+  std::vector<Transpose> transposes = {};
+  Tensors freed = {};  // FSDP2's memory, once the transposes have read it
 
-  void copy(const void* from, const void* to, std::int64_t bytes) {
+  void copy(const void* from, void* to, std::int64_t bytes) {
     if (from == to || bytes == 0) return;
-    copies.push_back({static_cast<const std::uint8_t*>(from),
-                      static_cast<std::uint8_t*>(const_cast<void*>(to)), bytes, false});
-  }
-  std::uint8_t* new_scratch(std::int64_t bytes) {
-    scratch.push_back(at::empty({bytes}, like.options().dtype(at::kByte)));
-    return scratch.back().mutable_data_ptr<std::uint8_t>();
+    copies.push_back(
+        {static_cast<const std::uint8_t*>(from), static_cast<std::uint8_t*>(to), bytes, false});
   }
 };
 
@@ -70,9 +68,49 @@ struct Sent {
   std::int64_t stride;
 };
 
-void* data_of(const Tensor& t, std::int64_t bytes, const char* name) {
-  bridge::check_bytes(kGatherFill, name, t, bytes);
-  return const_cast<void*>(t.const_data_ptr());
+// The bytes of the tensors that one direction fills; amax: 0: it fills none.
+struct TargetBytes {
+  std::int64_t codes, scale, amax;
+};
+
+TargetBytes target_bytes(const RowShard& shard, bool is_columnwise) {
+  constexpr std::int64_t kFloatBytes = sizeof(float);
+  const std::int64_t rows = shard.grown(shard.rows()), bits = shard.spec().code_bits();
+  const std::int64_t table = shard.whole_table_rows() * shard.table_row_bytes();
+  return {
+      is_columnwise ? shard.cols() * ceil_div<std::int64_t>(rows * bits, 8) : shard.whole_bytes(),
+      shard.has_common_scale() ? shard.common_scales() * kFloatBytes : table,
+      shard.has_row_table() ? table : shard.common_amaxes() * kFloatBytes};
+}
+
+// Requires a dense, contiguous tensor of these bytes. Its memory may be freed.
+void check_target(const Tensor& t, std::int64_t bytes, const char* name, const Tensor& first) {
+  bridge::check_same_device(kGatherFill, "targets", t, first);
+  TORCH_CHECK_VALUE((t.is_cpu() || t.is_cuda()) && t.layout() == at::kStrided && t.has_storage(),
+                    kGatherFill, ": expected dense tensors on the CPU or CUDA, got ", t.layout(),
+                    " on ", t.device());
+  TORCH_CHECK_VALUE(t.is_contiguous() && static_cast<std::int64_t>(t.nbytes()) == bytes,
+                    kGatherFill, ": expected ", bytes, " contiguous bytes of ", name, ", got ",
+                    t.nbytes(), " with strides ", t.strides());
+}
+
+// Returns the memory of a held target, which FSDP2 may have freed since.
+std::uint8_t* memory_of(const FillWork& work, const Tensor& t, std::int64_t bytes,
+                        const char* name) {
+  const c10::Storage& storage = t.unsafeGetTensorImpl()->unsafe_storage();
+  const auto begin = t.storage_offset() * static_cast<std::int64_t>(t.element_size());
+  const auto held = static_cast<std::int64_t>(storage.nbytes());
+  TORCH_CHECK_VALUE(begin + bytes <= held && (storage.data() || bytes == 0) &&
+                        storage.device() == work.like.device(),
+                    kGatherFill, ": expected ", name, " in memory on ", work.like.device(), ", ",
+                    begin + bytes, " bytes of its storage, got ", held, " on ", storage.device(),
+                    ": its memory is freed, or was moved");
+  return static_cast<std::uint8_t*>(storage.mutable_data()) + begin;
+}
+
+bool have_one_memory(const Target& row, const Target& col) {
+  return row.scale.const_data_ptr() == col.scale.const_data_ptr() &&
+         row.amax.const_data_ptr() == col.amax.const_data_ptr();
 }
 
 // Adds the copies of all ranks' tables into one table, in the order of W's rows.
@@ -96,44 +134,36 @@ void transpose_table(FillWork& work, const RowShard& shard, const void* from, vo
 
 void fill_scales(FillWork& work, const Sent& sent, const Target& target, bool is_transposed) {
   const RowShard& shard = sent.direction.shard;
-  const std::int64_t bytes = shard.whole_table_rows() * shard.table_row_bytes();
+  const auto [codes, bytes, amax_bytes] = target_bytes(shard, is_transposed);
+  std::uint8_t* scale = memory_of(work, target.scale, bytes, "scale");
+  std::uint8_t* amax = amax_bytes > 0 ? memory_of(work, target.amax, amax_bytes, "amax") : nullptr;
   if (shard.has_row_table()) {
-    join_tables(work, sent, 0, static_cast<std::uint8_t*>(data_of(target.scale, bytes, "scale")));
-    join_tables(work, sent, shard.table_rows() * shard.table_row_bytes(),
-                static_cast<std::uint8_t*>(data_of(target.amax, bytes, "amax")));
+    join_tables(work, sent, 0, scale);
+    join_tables(work, sent, shard.table_rows() * shard.table_row_bytes(), amax);
     return;
   }
   if (shard.has_common_scale()) {
-    const std::int64_t common = shard.common_scales() * std::int64_t{sizeof(float)};
-    work.copy(work.common + sent.direction.scale_at, data_of(target.scale, common, "scale"),
-              common);
+    work.copy(work.common + sent.direction.scale_at, scale, bytes);
   } else if (is_transposed) {
-    std::uint8_t* by_row = work.new_scratch(bytes);
+    std::uint8_t* by_row = work.scratch.take(bytes);
     join_tables(work, sent, 0, by_row);
-    transpose_table(work, shard, by_row, data_of(target.scale, bytes, "scale"));
+    transpose_table(work, shard, by_row, scale);
   } else {
-    join_tables(work, sent, 0, static_cast<std::uint8_t*>(data_of(target.scale, bytes, "scale")));
+    join_tables(work, sent, 0, scale);
   }
-  const std::int64_t amaxes = shard.common_amaxes() * std::int64_t{sizeof(float)};
-  if (amaxes > 0)
-    work.copy(work.common + sent.direction.amax_at, data_of(target.amax, amaxes, "amax"), amaxes);
+  work.copy(work.common + sent.direction.amax_at, amax, amax_bytes);
 }
 
-void fill_direction(FillWork& work, const Sent& sent, const Target& target, bool is_columnwise) {
+void fill_codes(FillWork& work, const Sent& sent, const Target& target, bool is_columnwise) {
   const RowShard& shard = sent.direction.shard;
-  if (is_columnwise) {
-    const std::int64_t rows = shard.grown(shard.rows()), bits = shard.spec().code_bits();
-    const std::int64_t bytes = shard.cols() * ceil_div<std::int64_t>(rows * bits, 8);
-    work.transposes.push_back({.from = sent.codes,
-                               .to = data_of(target.codes, bytes, "codes"),
-                               .rows = rows,
-                               .cols = shard.cols(),
-                               .bits = static_cast<int>(bits)});
-  } else {
-    const std::int64_t bytes = shard.whole_bytes();
-    work.copy(sent.codes, data_of(target.codes, bytes, "codes"), bytes);
-  }
-  fill_scales(work, sent, target, is_columnwise);
+  const std::int64_t bytes = target_bytes(shard, is_columnwise).codes;
+  std::uint8_t* codes = memory_of(work, target.codes, bytes, "codes");
+  if (!is_columnwise) return work.copy(sent.codes, codes, bytes);
+  work.transposes.push_back({.from = sent.codes,
+                             .to = codes,
+                             .rows = shard.grown(shard.rows()),
+                             .cols = shard.cols(),
+                             .bits = static_cast<int>(shard.spec().code_bits())});
 }
 
 // The directions of a weight that a gather fills, and whether it keeps the rowwise codes.
@@ -153,7 +183,7 @@ Filled filled_by(const BatchedWeight& weight, std::int64_t selection, bool forwa
 // FSDP2's memory holds the rowwise codes, or what the columnwise ones are transposed from. targets:
 // the six of the weight; sent: the weight's selected directions; is_fetch: whether one weight is
 // gathered alone, so that nothing is freed
-void fill_weight(FillWork& work, const std::vector<Sent>& sent, const Tensor* targets,
+void fill_weight(FillWork& work, std::span<const Sent> sent, const Tensor* targets,
                  const Filled& filled, bool is_fetch) {
   const Target row = {targets[0], targets[1], targets[2]};
   const Target col = {targets[3], targets[4], targets[5]};
@@ -161,65 +191,86 @@ void fill_weight(FillWork& work, const std::vector<Sent>& sent, const Tensor* ta
   if (!filled.keeps_row && !is_fetch) work.freed.push_back(row.codes);
   if (!filled.col && !is_fetch) free_memory(col.codes);
   if (filled.row) {
-    const RowShard& shard = sent[0].direction.shard;
+    const RowShard& shard = sent.front().direction.shard;
     allocate_memory(row.scale);
     if (is_fetch) allocate_memory(row.codes, shard.world() * shard.chunk_bytes());
-    fill_direction(work, sent[0], row, false);
+    fill_codes(work, sent.front(), row, false);
+    fill_scales(work, sent.front(), row, false);
   }
   if (filled.col) {
     allocate_memory(col.scale);
     if (is_fetch) allocate_memory(col.codes);
-    fill_direction(work, sent.back(), col, true);
+    fill_codes(work, sent.back(), col, true);
+    if (!filled.row || !have_one_memory(row, col)) fill_scales(work, sent.back(), col, true);
   }
 }
 
 }  // namespace
 
+void GatherBatch::hold_targets(Tensors targets) {
+  TORCH_CHECK_VALUE(targets.size() == kTargets * weights_.size(), kGatherFill, ": expected ",
+                    kTargets * weights_.size(), " targets, got ", targets.size());
+  for (std::size_t i = 0; i < targets.size(); i += kTargets / 2) {
+    const bool is_columnwise = i % kTargets > 0;
+    const std::vector<GatheredDirection>& directions = weights_[i / kTargets].directions;
+    const RowShard& shard = (is_columnwise ? directions.back() : directions.front()).shard;
+    const TargetBytes bytes = target_bytes(shard, is_columnwise);
+    check_target(targets[i], bytes.codes, "codes", targets[0]);
+    check_target(targets[i + 1], bytes.scale, "scale", targets[0]);
+    if (bytes.amax > 0) check_target(targets[i + 2], bytes.amax, "amax", targets[0]);
+  }
+  targets_ = std::move(targets);
+}
+
 void GatherBatch::fill(const Tensors& outputs, std::int64_t selection, std::int64_t weight,
                        bool forward_alone, bool keeps_row) {
+  plan(selection, kBackward);  // checks it
+  const auto count = static_cast<std::int64_t>(weights_.size());
   const bool is_fetch = weight != kAllWeights;
-  const Tensors& targets = targets_;
-  TORCH_CHECK_VALUE(targets.size() == kTargets * weights_.size() && !outputs.empty(), kGatherFill,
-                    ": expected ", kTargets * weights_.size(), " targets, got ", targets.size());
+  TORCH_CHECK_VALUE(kAllWeights <= weight && weight < count, kGatherFill,
+                    ": expected a weight from -1 to ", count, ", got ", weight);
+  TORCH_CHECK_VALUE(!targets_.empty() && !outputs.empty(), kGatherFill, ": expected targets of ",
+                    count, " weights, and what ranks sent, got ", targets_.size(), " and ",
+                    outputs.size(), " tensors");
   TORCH_CHECK_VALUE(common_.defined() || common_size_ == 0, kGatherFill,
                     ": expected shards that were cast");
   bridge::check_same_device(kGatherFill, "tensors", common_, outputs[0]);
-  for (const Tensors* list : {&outputs, &targets})
-    for (const Tensor& t : *list) {
-      bridge::check_same_device(kGatherFill, "tensors", t, outputs[0]);
-      TORCH_CHECK_VALUE(
-          (t.is_cpu() || t.is_cuda()) && t.layout() == at::kStrided && t.has_storage(), kGatherFill,
-          ": expected dense tensors on the CPU or CUDA, got ", t.layout(), " on ", t.device());
-      if (t.storage().nbytes() > 0) bridge::check_memory(kGatherFill, "tensors", t);
+  const std::int64_t first = is_fetch ? weight : 0, end = is_fetch ? weight + 1 : count;
+
+  std::vector<Sent> sent;
+  auto output = outputs.begin();
+  const auto next_output = [&](std::int64_t bytes, const char* name) {
+    TORCH_CHECK_VALUE(output != outputs.end(), kGatherFill, ": expected the codes and tables of ",
+                      end - first, " weights, got ", outputs.size(), " tensors");
+    bridge::check_same_device(kGatherFill, "tensors", *output, outputs[0]);
+    bridge::check_bytes(kGatherFill, name, *output, bytes);
+    return static_cast<const std::uint8_t*>((output++)->const_data_ptr());
+  };
+  for (std::int64_t i = first; i < end; ++i) {
+    const auto& [directions, starts] = weights_[i].selections[selection];
+    const std::size_t begin = sent.size();
+    for (const GatheredDirection* direction : directions) {
+      const RowShard& shard = direction->shard;
+      sent.push_back({.direction = *direction,
+                      .codes = next_output(shard.world() * shard.chunk_bytes(), "codes"),
+                      .tables = nullptr,
+                      .stride = weights_[i].table_bytes});
     }
-  FillWork work;
-  work.like = outputs[0];
-  work.common = common_size_ > 0 ? common_.const_data_ptr<float>() : nullptr;
-  std::size_t output = 0;
-  for (std::size_t i = 0; i < weights_.size(); ++i) {
-    const std::int64_t table_bytes = weights_[i].table_bytes;
-    const std::vector<GatheredDirection*> directions = selected(i, {selection, weight});
-    if (directions.empty()) continue;
-    const std::size_t count = directions.size() + (table_bytes > 0 ? 1 : 0);
-    TORCH_CHECK_VALUE(output + count <= outputs.size(), kGatherFill,
-                      ": expected the codes and tables of ", weights_.size(), " weights, got ",
-                      outputs.size(), " tensors");
-    const Tensor* of_weight = outputs.data() + output;
-    output += count;
-    const std::uint8_t* tables = nullptr;
-    if (table_bytes > 0)
-      tables = static_cast<const std::uint8_t*>(data_of(
-          of_weight[directions.size()], directions[0]->shard.world() * table_bytes, "tables"));
-    const Numbers starts = table_starts(directions);
-    std::vector<Sent> sent;
-    for (std::size_t k = 0; k < directions.size(); ++k) {
-      const RowShard& shard = directions[k]->shard;
-      const void* codes = data_of(of_weight[k], shard.world() * shard.chunk_bytes(), "codes");
-      sent.push_back({*directions[k], static_cast<const std::uint8_t*>(codes),
-                      tables ? tables + starts[k] : nullptr, table_bytes});
-    }
-    fill_weight(work, sent, targets.data() + kTargets * i,
+    if (weights_[i].table_bytes == 0) continue;
+    const std::int64_t world = directions[0]->shard.world();
+    const std::uint8_t* tables = next_output(world * weights_[i].table_bytes, "tables");
+    for (std::size_t k = 0; k < directions.size(); ++k) sent[begin + k].tables = tables + starts[k];
+  }
+
+  FillWork work = {.like = outputs[0],
+                   .common = common_size_ > 0 ? common_.const_data_ptr<float>() : nullptr,
+                   .scratch = Scratch(outputs[0], join_bytes_)};
+  std::span<const Sent> rest = sent;
+  for (std::int64_t i = first; i < end; ++i) {
+    const std::size_t directions = weights_[i].selections[selection].directions.size();
+    fill_weight(work, rest.first(directions), targets_.data() + kTargets * i,
                 filled_by(weights_[i], selection, forward_alone, keeps_row), is_fetch);
+    rest = rest.subspan(directions);
   }
   run_copies(work.copies, work.like);
   run_transposes(work.transposes, work.like);

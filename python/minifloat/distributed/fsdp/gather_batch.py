@@ -274,7 +274,7 @@ class Batch:
         if not is_measured and self.exchanged[selection]:
             exchange_amaxes((self,), selection)
             is_measured = True
-        inputs: list[list[Tensor]] = self.native_cast(selection, ALL_WEIGHTS, is_measured)
+        inputs: list[list[Tensor]] = self.native_cast(selection, is_measured)
         return inputs
 
     # ---- the shards ------------------------------------------------------------------------------
