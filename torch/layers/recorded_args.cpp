@@ -31,6 +31,9 @@ void check_operand(const char* op, const char* name, const Spec& spec, at::Tenso
                          (dtype == at::kByte || is_decoded || dtype == at::kFloat8_e4m3fn)),
       op, ": expected contiguous ", name, " as a cast returns it, got ", dtype, ", strides ",
       elements.sym_strides(), ", and a scale of ", scale.sym_strides());
+  const SymInt parts = sizes.matrices.value_or(sizes.groups.value_or(SymInt(1)));
+  TORCH_CHECK_VALUE(!spec.has_tensor_amax() || amax.sym_numel() == 0 || amax.sym_numel() == parts,
+                    op, ": expected ", name, " with ", parts, " amaxes, got ", amax.sym_sizes());
   TORCH_CHECK_VALUE(!rows || elements.sym_size(-2) == *rows, op, ": expected ", name, " of ",
                     rows.value_or(0), " rows, got ", elements.sym_size(-2));
 }
