@@ -133,6 +133,7 @@ def _count_writes(rng: Random, arena: Arena) -> Call:
 
 
 @call("GatherBatch.hold_targets")
+@call("GatherBatch.hold_outputs")
 @call("GatherBatch.fill")
 def _fill(rng: Random, arena: Arena) -> Call:
     weights = Weights(rng, arena)
@@ -146,6 +147,7 @@ def _fill(rng: Random, arena: Arena) -> Call:
         # One weight is filled alone: the others lose no memory, which is the arena's.
         for weight, inputs in enumerate(batch.cast(args["selection"], True)):
             of_weight, outputs = outputs[: len(inputs)], outputs[len(inputs) :]
+            batch.hold_outputs(of_weight)
             batch.fill(of_weight, args["selection"], weight, alone, keeps_row)
 
     args = {"outputs": outputs, "targets": targets}

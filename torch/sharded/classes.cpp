@@ -44,6 +44,7 @@ TORCH_LIBRARY_FRAGMENT(minifloat, m) {
       .def("exchanged", &GatherBatch::exchanged)
       .def("hold_shards", &GatherBatch::hold_shards)
       .def("hold_targets", &GatherBatch::hold_targets)
+      .def("hold_outputs", &GatherBatch::hold_outputs)
       .def("count_writes", &GatherBatch::count_writes)
       .def("is_written", &GatherBatch::is_written)
       .def("cast", &GatherBatch::cast)

@@ -127,6 +127,9 @@ class GatherBatch : public torch::CustomClassHolder {
   // memory may be freed, and allocated before they are filled
   void hold_targets(Tensors targets);
 
+  // outputs: of each gathered input, in the order of `cast`
+  void hold_outputs(Tensors outputs) { outputs_ = std::move(outputs); }
+
   // Counts writes to these tensors from now on, and keeps none of them alive.
   void count_writes(const Tensors& tensors);
   // Tells whether one of them was written to since AmaxExchange accepted amaxes of both gathers, or
@@ -140,10 +143,10 @@ class GatherBatch : public torch::CustomClassHolder {
 
   // Fills the whole weights from the gathered codes and tables. Frees the memory of directions
   // without gathered codes, and before backward the rowwise codes that the columnwise ones are
-  // transposed from, unless the call is of one weight. outputs: the output of each gathered input,
-  // in the order of `cast`; weight: the one that is filled, -1: all; forward_alone: whether
-  // backward has a separate gather; keeps_row: whether backward reads weights of the mode one
-  // rowwise
+  // transposed from, unless the call is of one weight. outputs: as those of hold_outputs, or the
+  // last of them where those are held; weight: the one that is filled, -1: all; forward_alone:
+  // whether backward has a separate gather; keeps_row: whether backward reads weights of the mode
+  // one rowwise
   void fill(const Tensors& outputs, std::int64_t selection, std::int64_t weight, bool forward_alone,
             bool keeps_row);
 
@@ -153,6 +156,7 @@ class GatherBatch : public torch::CustomClassHolder {
   void plan_casts(std::int64_t selection);
   const CastPlan& plan(std::int64_t selection, std::int64_t last = kBothGathers) const;
   Tensors readable_shards() const;
+  const Tensors& outputs_with(const Tensors& given) const;
   std::int64_t writes() const;
   std::vector<PartialCast> untransformed_casts(const Tensors& shards, const CastPlan& plan) const;
   at::Tensor values_as_computed(const at::Tensor& shard, std::size_t weight) const;
@@ -160,7 +164,7 @@ class GatherBatch : public torch::CustomClassHolder {
 
   std::vector<BatchedWeight> weights_;
   std::array<CastPlan, kSelections> plans_;
-  Tensors shards_, histories_, targets_;
+  Tensors shards_, histories_, targets_, outputs_;
   std::vector<c10::VariableVersion> counters_;  // of writes
   std::optional<std::int64_t> writes_before_;   // the last amaxes of both gathers
   at::Tensor common_;             // float32: scales and amaxes that every rank computes

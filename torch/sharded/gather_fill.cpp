@@ -108,11 +108,6 @@ std::uint8_t* memory_of(const FillWork& work, const Tensor& t, std::int64_t byte
   return static_cast<std::uint8_t*>(storage.mutable_data()) + begin;
 }
 
-bool have_one_memory(const Target& row, const Target& col) {
-  return row.scale.const_data_ptr() == col.scale.const_data_ptr() &&
-         row.amax.const_data_ptr() == col.amax.const_data_ptr();
-}
-
 // Adds the copies of all ranks' tables into one table, in the order of W's rows.
 void join_tables(FillWork& work, const Sent& sent, std::int64_t skip, std::uint8_t* to) {
   const RowShard& shard = sent.direction.shard;
@@ -132,17 +127,22 @@ void transpose_table(FillWork& work, const RowShard& shard, const void* from, vo
                              .bits = 8 * shard.scale_bytes()});
 }
 
-void fill_scales(FillWork& work, const Sent& sent, const Target& target, bool is_transposed) {
+// row: the targets of the other direction, which are filled; null: they are not. Both directions
+// may have one tensor.
+void fill_scales(FillWork& work, const Sent& sent, const Target& target, bool is_transposed,
+                 const Target* row) {
   const RowShard& shard = sent.direction.shard;
   const auto [codes, bytes, amax_bytes] = target_bytes(shard, is_transposed);
+  if (amax_bytes > 0 && !shard.has_row_table() && !(row && row->amax.is_same(target.amax)))
+    work.copy(work.common + sent.direction.amax_at,
+              memory_of(work, target.amax, amax_bytes, "amax"), amax_bytes);
+  if (row && row->scale.is_same(target.scale)) return;
   std::uint8_t* scale = memory_of(work, target.scale, bytes, "scale");
-  std::uint8_t* amax = amax_bytes > 0 ? memory_of(work, target.amax, amax_bytes, "amax") : nullptr;
   if (shard.has_row_table()) {
     join_tables(work, sent, 0, scale);
-    join_tables(work, sent, shard.table_rows() * shard.table_row_bytes(), amax);
-    return;
-  }
-  if (shard.has_common_scale()) {
+    join_tables(work, sent, shard.table_rows() * shard.table_row_bytes(),
+                memory_of(work, target.amax, amax_bytes, "amax"));
+  } else if (shard.has_common_scale()) {
     work.copy(work.common + sent.direction.scale_at, scale, bytes);
   } else if (is_transposed) {
     std::uint8_t* by_row = work.scratch.take(bytes);
@@ -151,7 +151,6 @@ void fill_scales(FillWork& work, const Sent& sent, const Target& target, bool is
   } else {
     join_tables(work, sent, 0, scale);
   }
-  work.copy(work.common + sent.direction.amax_at, amax, amax_bytes);
 }
 
 void fill_codes(FillWork& work, const Sent& sent, const Target& target, bool is_columnwise) {
@@ -195,13 +194,13 @@ void fill_weight(FillWork& work, std::span<const Sent> sent, const Tensor* targe
     allocate_memory(row.scale);
     if (is_fetch) allocate_memory(row.codes, shard.world() * shard.chunk_bytes());
     fill_codes(work, sent.front(), row, false);
-    fill_scales(work, sent.front(), row, false);
+    fill_scales(work, sent.front(), row, false, nullptr);
   }
   if (filled.col) {
     allocate_memory(col.scale);
     if (is_fetch) allocate_memory(col.codes);
     fill_codes(work, sent.back(), col, true);
-    if (!filled.row || !have_one_memory(row, col)) fill_scales(work, sent.back(), col, true);
+    fill_scales(work, sent.back(), col, true, filled.row ? &row : nullptr);
   }
 }
 
@@ -222,11 +221,22 @@ void GatherBatch::hold_targets(Tensors targets) {
   targets_ = std::move(targets);
 }
 
-void GatherBatch::fill(const Tensors& outputs, std::int64_t selection, std::int64_t weight,
+// Returns the held outputs where the given ones are the last of them, else the given ones.
+const Tensors& GatherBatch::outputs_with(const Tensors& given) const {
+  if (given.empty() || given.size() >= outputs_.size()) return given;
+  const Tensor &last = given.back(), &held = outputs_.back();
+  TORCH_CHECK_VALUE(last.is_alias_of(held), kGatherFill,
+                    ": expected outputs in the memory that is held, got other memory: FSDP2 is to "
+                    "gather into the same memory each time");
+  return outputs_;
+}
+
+void GatherBatch::fill(const Tensors& given, std::int64_t selection, std::int64_t weight,
                        bool forward_alone, bool keeps_row) {
   plan(selection, kBackward);  // checks it
   const auto count = static_cast<std::int64_t>(weights_.size());
   const bool is_fetch = weight != kAllWeights;
+  const Tensors& outputs = is_fetch ? given : outputs_with(given);
   TORCH_CHECK_VALUE(kAllWeights <= weight && weight < count, kGatherFill,
                     ": expected a weight from -1 to ", count, ", got ", weight);
   TORCH_CHECK_VALUE(!targets_.empty() && !outputs.empty(), kGatherFill, ": expected targets of ",

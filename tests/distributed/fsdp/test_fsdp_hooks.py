@@ -12,6 +12,7 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat.distributed.fsdp.gather_batch import Batch
+from minifloat.distributed.fsdp.private_state import outputs_of
 from minifloat.nn.linear import Linear
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -128,6 +129,24 @@ def test_copies_of_offloaded_shards_are_dropped():
     run_world(1, check_dropped)
 
 
+def check_outputs(rank):
+    """Checks that FSDP2 gathers into the same tensors in each step, which native code holds."""
+    model, step = stepped(FEW, "fp8_tensorwise")
+    for _ in range(3):
+        step(False)
+    batch = model[0][0].weight_gather.batch
+    outputs = [outputs_of(parameter) for parameter in batch.kept_parameters()]
+    assert [len(of_weight) for of_weight in outputs] == [1] * FEW
+    step(False)
+    assert all(outputs_of(p) is known for p, known in zip(batch.kept_parameters(), outputs))
+    for gather, (output,) in zip(batch.gathers, outputs, strict=True):
+        assert gather.targets[0].untyped_storage()._cdata == output.untyped_storage()._cdata
+
+
+def test_outputs_stay_the_same_tensors():
+    run_world(2, check_outputs)
+
+
 # ---- assignment ----------------------------------------------------------------------------------
 
 
@@ -158,3 +177,37 @@ def check_assignments(rank):
 
 def test_assignments():
     run_world(2, check_assignments)
+
+
+# ---- compiled code -------------------------------------------------------------------------------
+
+# The tensors that a compiled block reads of each weight: it takes time for each in every call.
+INNER = {
+    "fp8_tensorwise": ["codes", "scale", "amax", "columnwise codes"],
+    "fp8_delayed": ["codes", "scale", "amax", "columnwise codes"],
+    "fp8_blockwise": ["codes", "scale", "amax", "columnwise codes", "columnwise scale"],
+    "nvfp4": ["codes", "scale", "amax", "columnwise codes", "columnwise scale"],
+    "mxfp8": ["codes", "scale", "amax", "columnwise codes", "columnwise scale"],
+}
+
+
+def check_inner(rank):
+    for recipe, inner in INNER.items():
+        model, step = stepped(1, recipe)
+        step(False)
+        model[0].unshard()
+        weight = model[0][0].weight
+        names, context = weight.__tensor_flatten__()
+        assert names == [f"_{n.replace(' ', '_')}" if " " in n else f"_rowwise_{n}" for n in inner]
+        tensors = {name: getattr(weight, name) for name in names}
+        assert len({t.untyped_storage()._cdata for t in tensors.values()}) == len(names)
+        again = type(weight).__tensor_unflatten__(tensors, context, None, None)
+        assert again.__tensor_flatten__() == (names, context)
+        for part, other in zip(weight.directions, again.directions):
+            assert part.codes is other.codes
+            assert part.scale is other.scale
+            assert part.amax is other.amax
+
+
+def test_a_tensor_of_both_directions_is_read_once():
+    run_world(2, check_inner)

@@ -80,6 +80,23 @@ def test_a_fill_refuses_freed_memory_and_short_outputs():
     assert torch.equal(batch.targets[9], batch.targets[6].t())
 
 
+def test_outputs_that_are_held_are_read_again():
+    """A fill takes the last output alone, which is to be in the memory that is held."""
+    batch = Batch("fp8_tensorwise", 3)
+    batch.native.hold_targets(batch.targets)
+    outputs = batch.outputs(FORWARD)
+    batch.native.hold_outputs(outputs)
+    for t in outputs:
+        t.copy_(torch.randint(0, 120, t.shape, dtype=torch.uint8))
+    batch.native.fill([outputs[-1].view(-1)], FORWARD, ALL, False, True)
+    for codes, output in zip(batch.targets[::6], outputs, strict=True):
+        assert torch.equal(codes.view(-1), output)
+    with pytest.raises(ValueError, match="expected outputs in the memory that is held"):
+        batch.native.fill([outputs[-1].clone()], FORWARD, ALL, False, True)
+    others = [t.clone() for t in outputs]
+    batch.native.fill(others, FORWARD, ALL, False, True)
+
+
 class Counted(TorchDispatchMode):
     """Lists the torch ops that are called."""
 

@@ -236,7 +236,7 @@ class ExpertGather(Gather):
                 if name in self.transposed:
                     found[COL, name] = memory[0].new_empty(experts, *shape, dtype=dtype)
                 elif (ROW, name) in found:
-                    found[COL, name] = found[ROW, name].detach()
+                    found[COL, name] = found[ROW, name]
         none = memory[0].new_empty(0, dtype=torch.float32)
         parts = []
         for i, spec in enumerate(self.specs):

@@ -23,6 +23,7 @@ from torch import Tensor
 from ...nn.state.random_state import is_capturing, is_in_backward
 from ...spec import Spec
 from .gather import BACKWARD, FORWARD, Gather, GatherInputs, keep_for_current_stream
+from .private_state import outputs_of
 from .weight_tensors import BeforeGather, ShardedWeight
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class BatchedGather(Gather):
         for parameter in () if group is None else group.fsdp_params:
             local = cast("DTensor", parameter.sharded_param)._local_tensor
             gather = getattr(local, "weight_gather", None)
-            if isinstance(gather, BatchedGather) and gather.targets:
+            if isinstance(gather, BatchedGather) and gather.targets and outputs_of(parameter):
                 is_tied = is_tied or gather in members
                 members[gather] = weakref.ref(parameter)
         is_alone = is_tied or self not in members
@@ -129,7 +130,6 @@ class Batch:
         self.hooks: list[BeforeGather] = []  # their hooks
         self.turn = -1  # of the hook that is to be called next
         self.inputs: list[list[Tensor]] = []  # of that hook and those after it, last first
-        self.outputs: list[Tensor] = []  # all ranks' inputs, weight by weight
         self.rowwise: Sequence[list[Tensor]] = ()  # fprop's, gathered apart before backward
         self.taken: Sequence[list[Tensor]] = ()  # the inputs in a world of one
         # The gathers whose directions are in memory, by mode: now, and after each gather. Weights
@@ -167,13 +167,15 @@ class Batch:
             return Batch([gather]).send(gather, shard)
         for member, of_member in zip(self.gathers, held):
             member.require_dtype(of_member)
-        for hook in self.hooks[:1]:
-            hook.start, self.is_current = self.start, True
+        self.is_current = bool(self.hooks)
         return self.start(), self.receiver(0)
 
-    def receiver(self, place: int) -> Callable[[Sequence[Tensor]], None]:
-        """Returns what is called with the outputs of the weight at a place."""
-        return self.receive if place == len(self.gathers) - 1 else self.outputs.extend
+    def receiver(self, place: int) -> Callable[[Sequence[Tensor]], object]:
+        """Returns what is called with the outputs of the weight at a place.
+
+        The last one's receives those of all weights.
+        """
+        return self.receive if place == len(self.gathers) - 1 else id  # does nothing
 
     def start(self) -> list[Tensor]:
         """Casts the shards of all weights, and keeps what the hooks but the first return.
@@ -186,29 +188,30 @@ class Batch:
         is_read_again = selection == BACKWARD and self.splits and self.gathers[0].keeps_row
         self.rowwise = self.gather_splits(FORWARD) if is_read_again else ()
         self.taken = list(inputs) if self.world == 1 else ()
-        self.outputs.clear()  # of a gather that nobody waited for
         inputs.reverse()
         self.turn = 1
         return inputs.pop()
 
     def receive(self, outputs: Sequence[Tensor]) -> None:
-        """Fills all weights, after the others' outputs were collected and with the last one's."""
-        received = self.outputs
-        received += outputs
+        """Fills all weights, when FSDP2 has their outputs. outputs: the last one's."""
+        received, selection, first = outputs, self.selection, self.gathers[0]
         if self.taken:  # a world of one: FSDP2 gathers the first input of each weight alone
-            rest = [of_weight[1:] for of_weight in self.taken]
-            received[:] = [t for first, ts in zip(received, rest) for t in (first, *ts)]
-        first, selection = self.gathers[0], self.selection
-        keeps_row = first.keeps_row
-        is_forward = selection == FORWARD and self.fills_both and first.serves_forward_alone()
+            firsts = [outputs_of(parameter)[0] for parameter in self.kept_parameters()] or outputs
+            received = [t for one, ts in zip(firsts, self.taken) for t in (one, *ts[1:])]
         if not self.has_targets:
             self.hold_targets()
+            held = [outputs_of(parameter) for parameter in self.kept_parameters()]
+            self.native.hold_outputs([t for of_weight in held for t in of_weight])
             for gather in self.gathers:
                 gather.gathered_together = self.gathered
             self.has_targets = True
+        is_forward = keeps_row = False  # each is read in one of the gathers
+        if selection == BACKWARD:
+            keeps_row = first.keeps_row
+        elif self.fills_both:
+            is_forward = first.serves_forward_alone()
         self.fill(received, selection, ALL_WEIGHTS, is_forward, keeps_row)
         self.gathered.update(self.gathered_after[selection][keeps_row])
-        received.clear()
         if self.taken:
             for taken in self.taken:
                 keep_for_current_stream(taken)
@@ -286,13 +289,14 @@ class Batch:
         self.is_training = all([gather.module().training for gather in self.gathers])
         self.has_alias = any([gather.has_alias for gather in self.gathers])
         self.has_current_amaxes = False
-        kept = [p for reference in self.fsdp_parameters if (p := reference()) is not None]
-        parameters: list[Any] = [p.sharded_param for p in kept]
+        parameters: list[Any] = [p.sharded_param for p in self.kept_parameters()]
         local = [p._local_tensor for p in parameters]
         found = parameters + local
         if len(found) == len(self.found) and all(map(is_, found, self.found)):
             return self.hold(self.held)
         self.found = found
+        for hook in self.hooks:
+            hook.batch = None
         is_sharded = all([isinstance(t, ShardedWeight) for t in local])
         self.hold([t.shard for t in local] if is_sharded else [])
         self.hooks = [t.fsdp_pre_all_gather for t in local] if is_sharded else []
@@ -308,6 +312,10 @@ class Batch:
         self.native.count_writes(tensors if self.counts_writes else [])
         return self.held
 
+    def kept_parameters(self) -> list[FSDPParam]:
+        """Returns FSDP2's parameters that are still in use."""
+        return [p for reference in self.fsdp_parameters if (p := reference()) is not None]
+
     def hold(self, shards: list[Tensor]) -> list[Tensor]:
         """Lets `native` hold these shards, and the amax histories of their layers."""
         histories = [gather.module().amax_history for gather in self.gathers if self.is_delayed]
@@ -319,8 +327,6 @@ class Batch:
     def forget(self) -> None:
         """Looks at FSDP2's parameters, the gathered tensors and the layers again."""
         self.has_targets = self.is_current = False
-        for hook in self.hooks[:1]:
-            hook.start = None
 
     # ---- amaxes that mf.step exchanged -----------------------------------------------------------
 

@@ -81,7 +81,7 @@ class LinearGather(BatchedGather):
         return bool(row == col)
 
     def receive_codes(
-        self, outputs: Sequence[Tensor], sent: Callable[[Sequence[Tensor]], None], is_first: bool
+        self, outputs: Sequence[Tensor], sent: Callable[[Sequence[Tensor]], object], is_first: bool
     ) -> Received:
         created = self.new_gathered_weight(outputs[0]) if is_first else None
         GATHERS.add(self)
@@ -98,8 +98,10 @@ class LinearGather(BatchedGather):
         row, col = (self.new_direction(columnwise, codes) for columnwise in (False, True))
         row = replace(row, codes=codes[: row.codes.numel()].view(row.codes.shape))
         has_row_scale, has_col_scale = (native.has_common_scale() for native in self.casts)
+        if self.plan.mode == "one" or row.amax.numel() == col.amax.numel() == 0:
+            col = replace(col, amax=row.amax)
         if self.plan.mode == "one" and has_row_scale:
-            col = replace(col, scale=row.scale.detach(), amax=row.amax.detach())
+            col = replace(col, scale=row.scale)
         inner = [col.codes]
         inner += [] if has_row_scale else [row.scale]
         inner += [] if has_col_scale else [col.scale]

@@ -4,6 +4,7 @@
     groups_of          the parameter groups of one module's state
     policy_of          the mixed-precision policy of a group
     mesh_of            how the ranks of a group shard, and what reduces its gradients
+    outputs_of         what a parameter is gathered into
     let_fsdp_assign    lets FSDP2 assign a parameter without a call of the module's __setattr__
 
 Where a torch has other private names, they raise UnknownFsdpError.
@@ -15,7 +16,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,6 +88,14 @@ def find_fsdp_group(layer: nn.Module) -> FSDPParamGroup:
     except (ImportError, AttributeError) as error:
         raise UnknownFsdpError(error) from error
     raise LookupError("no parameter group of FSDP2 has the layer")
+
+
+def outputs_of(parameter: FSDPParam) -> list[Tensor]:
+    """Returns the flat tensors that FSDP2 gathers a parameter into, one for each input.
+
+    The list is the same one until FSDP2 makes new tensors. Empty where it has another name.
+    """
+    return getattr(parameter, "all_gather_outputs", [])
 
 
 class Assign:

@@ -35,28 +35,28 @@ METHODS = (MethodType, BuiltinMethodType)
 class BeforeGather:
     """The pre-gather hook of one shard. FSDP2 inspects the hook's signature at each gather."""
 
-    __slots__ = ("__signature__", "batch", "gather", "place", "receiver", "shard", "start")
+    __slots__ = ("__signature__", "batch", "gather", "place", "receiver", "shard")
     OF_FULL_SHARD = signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
     OF_SHORT_SHARD = signature(lambda mesh: None)
 
     def __init__(self, shard: Tensor, gather: Gather) -> None:
         self.shard, self.gather = shard, gather
         # The Batch that has this hook's inputs when its turn comes, the hook's place there, and
-        # what receives the outputs. `start`: the Batch's, for its first hook.
+        # what receives the outputs.
         self.batch: Any = None
         self.place = 0
-        self.receiver: Callable[[Sequence[Tensor]], None] | None = None
-        self.start: Callable[[], list[Tensor]] | None = None
+        self.receiver: Callable[[Sequence[Tensor]], object] | None = None
         is_full = shard.shape[0] == gather.chunk
         self.__signature__ = self.OF_FULL_SHARD if is_full else self.OF_SHORT_SHARD
 
     def __call__(self, mesh: object, *others: Any) -> GatherInputs:
         batch = self.batch
-        if batch is not None and batch.turn == self.place:
-            batch.turn += 1
-            return batch.inputs.pop(), self.receiver
-        if self.start is not None:
-            return self.start(), self.receiver
+        if batch is not None:
+            if batch.turn == self.place:
+                batch.turn += 1
+                return batch.inputs.pop(), self.receiver
+            if self.place == 0 and batch.is_current:
+                return batch.start(), self.receiver
         dtype = others[-1].param_dtype or self.shard.dtype if others else None
         return self.gather.send(self.shard, dtype)
 
@@ -171,22 +171,39 @@ class GatheredWeight(QuantizedTensor):
     """A quantized weight whose codes are in FSDP2's memory. A copy would keep that memory.
 
     The directions are never replaced: a compiled block reads their tensors from attributes at each
-    call.
+    call. A tensor that both directions have is read once.
     """
 
     owns_codes = False
 
     def _hold(self, rowwise: Quantized | None, columnwise: Quantized | None) -> None:
         super()._hold(rowwise, columnwise)
-        self.flattened = super().__tensor_flatten__()
-        for name in self.flattened[0]:
+        names, context = super().__tensor_flatten__()
+        for name in names:
             side, tensor = name[1:].split("_")
             self.__dict__[name] = getattr(getattr(self, side), tensor)
+        read = [n for n in names if self.__dict__.get(in_row(n)) is not self.__dict__[n]]
+        self.flattened = read, context
 
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
         return self.flattened
 
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Context, outer_size: object, outer_stride: object
+    ) -> QuantizedTensor:
+        for name in COLUMNWISE:
+            if name not in inner:
+                inner = {**inner, name: inner[in_row(name)]}
+        return super().__tensor_unflatten__(inner, context, outer_size, outer_stride)
 
+
+def in_row(name: str) -> str:
+    """Returns the name of a columnwise tensor's rowwise one; "" of any other name."""
+    return name.replace("columnwise", "rowwise") if name in COLUMNWISE else ""
+
+
+COLUMNWISE = [f"_columnwise_{name}" for name in TENSORS]
 for _side in ("rowwise", "columnwise"):
     for _name in TENSORS:
         setattr(GatheredWeight, f"_{_side}_{_name}", None)  # instances set them
