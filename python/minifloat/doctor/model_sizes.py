@@ -178,7 +178,15 @@ def checked(found: dict[str, Any], where: str) -> ModelSizes:
 
 # ---- Configs of Hugging Face ---------------------------------------------------------------------
 TIED = "tie_word_embeddings"
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the first that is there
+EXPERTS = {  # by model_type: the names that transformers reads; the first that is there
+    "dots1": ("n_routed_experts", "num_local_experts"),
+    "glm4_moe": ("n_routed_experts", "num_local_experts"),
+    "llama4_text": ("num_local_experts",),
+    "mixtral": ("num_local_experts", "num_experts"),
+    "olmoe": ("num_experts", "num_local_experts"),
+    "qwen2_moe": ("num_experts",),
+    "qwen3_moe": ("num_experts", "num_local_experts"),
+}
 
 
 class Config(NamedTuple):
@@ -222,7 +230,7 @@ class Config(NamedTuple):
 
 def read_experts(config: Config, width: str) -> dict[str, Any]:
     return {
-        "experts": config.size(*EXPERTS),
+        "experts": config.size(*EXPERTS[config.fields["model_type"]]),
         "experts_per_token": config.size("num_experts_per_tok"),
         "expert_intermediate": config.size(width),
     }
