@@ -151,7 +151,8 @@ def checked(found: dict[str, Any], where: str) -> ModelSizes:
     """Fills in what may be left out, and checks that the sizes fit each other."""
     missing = [name for name in ALWAYS if not found.get(name)]
     if missing:
-        raise ValueError(f"{where}: expected {', '.join(missing)}, got {', '.join(found)}")
+        got = ", ".join(f"{name}={value}" for name, value in found.items())
+        raise ValueError(f"{where}: expected {', '.join(missing)} of at least 1, got {got}")
     heads, hidden = found["heads"], found["hidden"]
     kv_heads = found.setdefault("kv_heads", heads)
     if not kv_heads or heads % kv_heads:
