@@ -1,5 +1,6 @@
 """What mf.GraphedStep has captured of a model's members, on a CPU."""
 
+from contextlib import nullcontext
 from operator import is_
 
 import minifloat as mf
@@ -54,6 +55,53 @@ def test_tensors_are_those_of_the_capture(change, name, primary):
     change(model)
     with pytest.raises(ValueError, match=rf"expected {name} as at the capture, got another, .*new"):
         members.require()
+
+
+class Averaged(nn.Module):
+    """Keeps an average of its outputs in a buffer."""
+
+    def __init__(self, in_place):
+        super().__init__()
+        self.linear, self.in_place = nn.Linear(32, 32), in_place
+        self.register_buffer("average", torch.zeros(32))
+
+    def forward(self, x):
+        y = self.linear(x)
+        average = 0.9 * self.average + 0.1 * y.detach().mean(0)
+        if self.in_place:
+            self.average.copy_(average)
+        else:
+            self.average = average
+        return y
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_step_writes_buffers_in_place(monkeypatch, in_place):
+    """A replay would set no other tensor. The capture is one without a device."""
+    for name in ("CUDAGraph", "Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: None)
+    for name in ("stream", "graph"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, **__: nullcontext())
+    model = nn.Sequential(Averaged(in_place), nn.Linear(32, 32))
+    optimizer = torch.optim.SGD(model.parameters())
+    step = mf.GraphedStep(lambda x: train(model, x), model, optimizer)
+    if in_place:
+        step._capture((torch.ones(4, 32),), {})
+        return
+    with pytest.raises(ValueError, match=r"writes into 0\.average, .* self\.average\.copy_\("):
+        step._capture((torch.ones(4, 32),), {})
+
+
+@pytest.mark.parametrize(
+    ("recipe", "primary"), [("fp8_delayed", False), ("nvfp4", False), ("nvfp4", True)]
+)
+def test_layers_write_in_place(recipe, primary):
+    model = nn.Sequential(mf.MoE(32, 64, 4, 2), nn.BatchNorm1d(32), mf.MLP(32, 64))
+    mf.quantize_(model, recipe, keep="nothing", primary=primary)
+    train(model, torch.ones(4, 32))
+    members = GraphedMembers(model)
+    train(model, torch.ones(4, 32))
+    members.require_written_in_place()
 
 
 def test_another_conversion():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from operator import attrgetter, is_
 from typing import Any
 
@@ -51,14 +51,32 @@ class GraphedMembers:
 
     def require(self) -> None:
         """Raises ValueError where a member or its memory is another."""
+        for name in self._changed():
+            raise ValueError(
+                f"GraphedStep: expected {name} as at the capture, got another, or one in other "
+                "memory, as .to(), load_state_dict(assign=True) and mf.restore_ leave it: a graph "
+                "works on the memory of the capture; make a new GraphedStep after those"
+            )
+
+    def require_written_in_place(self) -> None:
+        """Raises ValueError where the step that was captured since has set another member."""
+        for name in self._changed():
+            raise ValueError(
+                f"GraphedStep: expected a step that writes into {name}, got one that sets another: "
+                "each replay would read the one before the capture again; write "
+                f"self.{name.rpartition('.')[2]}.copy_(…) in the module, and start again"
+            )
+
+    def _changed(self) -> Iterator[str]:
+        """Yields the names of members that are others, or in other memory."""
         if not all(map(is_, self._read_members(), self._members)):
             reshard(self._model)
             now = self._read_members()
-            self._refuse(n for n, a, b in zip(self._names, now, self._members) if a is not b)
+            yield from (n for n, a, b in zip(self._names, now, self._members) if a is not b)
         addresses = self._read_addresses()
         if addresses != self._addresses:
             names = (*self._plain, *self._wrapped)
-            self._refuse(n for n, a, b in zip(names, addresses, self._addresses) if a != b)
+            yield from (n for n, a, b in zip(names, addresses, self._addresses) if a != b)
 
     def _read_members(self) -> Iterator[Any]:
         return map(dict.get, self._tables, self._keys)
@@ -67,16 +85,6 @@ class GraphedMembers:
         with WithoutTorchFunction():  # a wrapper's would take microseconds
             inner = [read(member) for read, member in self._wrapped.values()]
             return [*map(Tensor.data_ptr, (*self._plain.values(), *inner))]
-
-    @staticmethod
-    def _refuse(names: Iterable[str]) -> None:
-        """Raises ValueError for the first of these names, if there is one."""
-        for name in names:
-            raise ValueError(
-                f"GraphedStep: expected {name} as at the capture, got another, or one in other "
-                "memory, as .to(), load_state_dict(assign=True) and mf.restore_ leave it: a graph "
-                "works on the memory of the capture; make a new GraphedStep after those"
-            )
 
 
 def _memory(t: Tensor) -> tuple[str, Tensor]:

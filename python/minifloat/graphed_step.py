@@ -65,10 +65,11 @@ class GraphedStep:
             several devices; the optimizer cannot be captured; experts that are divided over ranks
             have no capacity. All ranks that torch.distributed has raise it: each makes a
             GraphedStep. By a call: arguments differ from the first call's; the step returned a
-            number, kept gradients, or ran a scheduler; mf.step was never called under delayed
-            scaling; after the capture there was a change of the optimizer's settings, state or
-            list of parameters, of `training` of a module, or of `requires_grad` of a parameter, or
-            a parameter, buffer, submodule or recipe of the model is another, or was moved.
+            number, kept gradients, ran a scheduler, or set another tensor as a buffer; mf.step was
+            never called under delayed scaling; after the capture there was a change of the
+            optimizer's settings, state or list of parameters, of `training` of a module, or of
+            `requires_grad` of a parameter, or a parameter, buffer, submodule or recipe of the model
+            is another, or was moved.
         RuntimeError: the step waits for the device, or does something else that CUDA cannot
             capture. All ranks raise it, as ValueError where there are others. Training cannot go
             on from there: the capture ran nothing of the step.
@@ -229,6 +230,7 @@ class GraphedStep:
 
     def _capture(self, args: Any, kwargs: Any) -> torch.cuda.CUDAGraph:
         graph, failed = torch.cuda.CUDAGraph(), None
+        self._members = GraphedMembers(self._model)
         # The outer context gives the stream back where a capture fails. NCCL's watchdog is a
         # thread that asks for events meanwhile, so only this thread is held to the capture.
         outer = torch.cuda.stream(torch.cuda.current_stream(self._device))
@@ -251,7 +253,7 @@ class GraphedStep:
                 "and a GradScaler around one that is not fused do: move that after the call, and "
                 "start again"
             ) from cause
-        self._members = GraphedMembers(self._model)
+        self._members.require_written_in_place()
         self._modes = GraphedModes(self._model)
         self._optimizers.keep_settings()
         return graph

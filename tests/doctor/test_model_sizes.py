@@ -55,6 +55,22 @@ def read(tmp_path):
     return read
 
 
+@pytest.mark.parametrize(
+    ("config", "other"),
+    [
+        (MIXTRAL, "n_routed_experts"),
+        (LLAMA4, "num_experts"),
+        (QWEN2, "num_local_experts"),
+        (QWEN3, "n_routed_experts"),
+        (GLM4, "num_experts"),
+    ],
+)
+def test_a_name_that_transformers_does_not_read_is_no_number_of_experts(read, config, other):
+    own = {"num_experts", "num_local_experts", "n_routed_experts"}
+    config = {name: value for name, value in config.items() if name not in own}
+    assert read({**config, other: 16}) == read(config)
+
+
 def weights_of(sizes):
     return sum(part.count * part.weights for part in sizes.parts()) + sizes.other_weights
 
@@ -182,7 +198,7 @@ def integer(name, got, least=1):
         ({**LLAMA, "model_type": "qwen3", "head_dim": None}, integer("head_dim", "none")),
         ({**LLAMA, "tie_word_embeddings": 1}, "expected tie_word_embeddings as true or false, got"),
         ({**MIXTRAL, "num_local_experts": None}, integer("num_local_experts", "none")),
-        ({**GLM4, "model_type": "dots1", "n_routed_experts": None}, integer(".* or n_.*", "none")),
+        ({**GLM4, "model_type": "dots1", "n_routed_experts": None}, integer("n_.* or .*", "none")),
         ({**MIXTRAL, "num_experts_per_tok": 9}, r"expected experts_per_token in 1\.\.8, got 9"),
         ({**QWEN3, "mlp_only_layers": 3}, "expected mlp_only_layers as a list of integers, got 3"),
         ({**QWEN3, "mlp_only_layers": [""]}, "expected mlp_only_layers as a list of integers, got"),
@@ -205,7 +221,8 @@ def test_a_wrong_config(read, config, text):
         ("section=1", "expected sizes as hidden=N,.*; got 'section=1'"),
         ("hidden=-1", "expected sizes as .*; got 'hidden=-1'"),
         ("hidden=²", "expected sizes as .*; got 'hidden=²'"),
-        ("hidden=4096,layers=2", "expected intermediate, heads, vocab, got hidden, layers"),
+        ("hidden=4096,layers=2", "expected intermediate, heads, vocab of at least 1, got hidden"),
+        (SHORT.replace("14336", "0"), "expected intermediate of at least 1, got .*intermediate=0,"),
         (f"{SHORT},tied=2", "expected tied as 0 or 1, got 2"),
         (f"{SHORT},dense_layers=2", "expected experts beside dense_layers, got none"),
         (f"{SHORT},experts=8", r"expected experts_per_token in 1\.\.8, got 0"),

@@ -27,6 +27,7 @@ from .fsdp.weight import (
     wrap_sharded_weight,
 )
 from .handshake import raise_on_all, require_same
+from .reshard import reshard
 from .same_layers import group_of_step
 
 
@@ -115,6 +116,7 @@ distributed_functions.plan_experts = plan_experts
 distributed_functions.adopt_experts = wrap_sharded_experts
 distributed_functions.require_no_shard = require_no_shard
 distributed_functions.exchange_scales = exchange_scales
+distributed_functions.reshard = reshard
 distributed_functions.group_of_step = group_of_step
 distributed_functions.raise_on_all = raise_on_all
 distributed_functions.require_same_names = require_same_names

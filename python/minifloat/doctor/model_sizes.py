@@ -151,7 +151,8 @@ def checked(found: dict[str, Any], where: str) -> ModelSizes:
     """Fills in what may be left out, and checks that the sizes fit each other."""
     missing = [name for name in ALWAYS if not found.get(name)]
     if missing:
-        raise ValueError(f"{where}: expected {', '.join(missing)}, got {', '.join(found)}")
+        got = ", ".join(f"{name}={value}" for name, value in found.items())
+        raise ValueError(f"{where}: expected {', '.join(missing)} of at least 1, got {got}")
     heads, hidden = found["heads"], found["hidden"]
     kv_heads = found.setdefault("kv_heads", heads)
     if not kv_heads or heads % kv_heads:
@@ -178,7 +179,15 @@ def checked(found: dict[str, Any], where: str) -> ModelSizes:
 
 # ---- Configs of Hugging Face ---------------------------------------------------------------------
 TIED = "tie_word_embeddings"
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # the first that is there
+EXPERTS = {  # by model_type: the names that transformers reads; the first that is there
+    "dots1": ("n_routed_experts", "num_local_experts"),
+    "glm4_moe": ("n_routed_experts", "num_local_experts"),
+    "llama4_text": ("num_local_experts",),
+    "mixtral": ("num_local_experts", "num_experts"),
+    "olmoe": ("num_experts", "num_local_experts"),
+    "qwen2_moe": ("num_experts",),
+    "qwen3_moe": ("num_experts", "num_local_experts"),
+}
 
 
 class Config(NamedTuple):
@@ -222,7 +231,7 @@ class Config(NamedTuple):
 
 def read_experts(config: Config, width: str) -> dict[str, Any]:
     return {
-        "experts": config.size(*EXPERTS),
+        "experts": config.size(*EXPERTS[config.fields["model_type"]]),
         "experts_per_token": config.size("num_experts_per_tok"),
         "expert_intermediate": config.size(width),
     }

@@ -65,6 +65,8 @@ class DistributedFunctions:
     require_no_shard: Callable[[nn.Module, str, Tensor], None]
     # layers: exchanges the maxima of their sharded weights, after a step.
     exchange_scales: Callable[[Iterable[nn.Module]], None]
+    # model: frees the weights that FSDP2 has gathered.
+    reshard: Callable[[nn.Module], None]
     # (model, layers, routers, group of mf.step, error of this rank or None) -> the ranks that end
     # the step with this one.
     group_of_step: Callable[..., dist.ProcessGroup | None]

@@ -170,6 +170,40 @@ def test_values_that_return_after_an_evaluation():
     run_world(2, check_values_that_return)
 
 
+def results_of_scales(model):
+    """Evaluates between the writes of other amaxes: at mf.step, and in a loaded state."""
+    found = []
+
+    def evaluate():
+        model.eval()
+        with torch.no_grad():
+            found.append(model(batch(1)))
+        model.train()
+
+    saved = mf.training_state(model)
+    model(batch(0)).square().mean().backward()
+    evaluate()
+    mf.step(model)
+    evaluate()
+    mf.load_training_state(model, saved)
+    evaluate()
+    return found
+
+
+def check_scales_after_an_evaluation(rank):
+    """FSDP2 gathers nothing again for the root, and for blocks without reshard_after_forward."""
+    want = results_of_scales(built("fp8_delayed"))
+    assert not torch.equal(want[0], want[1])
+    for options in ({}, {"reshard_after_forward": False}):
+        got = results_of_scales(sharded(built("fp8_delayed"), **options))
+        for i, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert torch.equal(a, b), (options, i)
+
+
+def test_scales_that_change_after_an_evaluation():
+    run_world(2, check_scales_after_an_evaluation)
+
+
 def check_first_writes(rank, folder):
     """Checks the first write to a model, of whose weights no other tensor was made before."""
     for write in (*WRITES, lambda m: load_checkpoint(m, folder)):

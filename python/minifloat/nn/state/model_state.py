@@ -93,12 +93,14 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     compared = [(name, layer) for name, layer in layers if not layer.is_of_rank]
     ranks = distributed_functions.group_of_step(model, compared, routers, group, fault)
     forget_weights(layers)
-    _roll_histories(layers, ranks)
+    _roll_histories(model, layers, ranks)
     expert_functions.end_step(modules, ranks)
     distributed_functions.exchange_scales([layer for _, layer in layers])
 
 
-def _roll_histories(layers: list[tuple[str, RecipeState]], ranks: dist.ProcessGroup | None) -> None:
+def _roll_histories(
+    model: nn.Module, layers: list[tuple[str, RecipeState]], ranks: dist.ProcessGroup | None
+) -> None:
     """Rolls the histories of all layers, with one call for those of one shape and rule.
 
     ranks: those with the same layers; None: this one alone.
@@ -106,6 +108,7 @@ def _roll_histories(layers: list[tuple[str, RecipeState]], ranks: dist.ProcessGr
     delayed = [(layer, history) for _, layer, history in histories_of(layers)]
     if not delayed:
         return
+    distributed_functions.reshard(model)  # an evaluation leaves codes under the former scales
     if ranks is not None:
         _reduce_running(delayed, ranks)
     groups: dict[tuple[torch.device, torch.Size, DelayedScaling], list[Tensor]] = {}
@@ -256,6 +259,7 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for name, rng in _rng_states(model):
         rng.set(state[name])
     layers = converted(model)
+    distributed_functions.reshard(model)  # an evaluation leaves codes under the former scales
     for fqn, layer, history in histories_of(layers):
         entry, kept = state[join(fqn, "amax_history")], layer.expert_range
         history.copy_(entry if kept is None else kept.own(entry))
