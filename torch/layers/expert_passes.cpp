@@ -175,6 +175,12 @@ bool ExpertNeeds::any() const {
   return found;
 }
 
+bool ExpertNeeds::hidden() const {
+  ExpertNeeds before = *this;
+  before.base = before.matrices.back() = false;
+  return before.any();
+}
+
 GroupedCall product_call(const ExpertProduct& product, at::ScalarType dtype, const RowOrder& order,
                          const Tensor& table, at::TensorList bias, at::TensorList a_operands,
                          bool zeroes_tail) {
@@ -194,7 +200,7 @@ GroupedCall product_call(const ExpertProduct& product, at::ScalarType dtype, con
           .table = table};
 }
 
-Tensor forward_rows(const Experts& experts, const ExpertTensors& t, bool keeps_amaxes,
+Tensor forward_rows(const Experts& experts, const ExpertTensors& t, const ExpertNeeds* needs,
                     ExpertResults& found) {
   const Tensor table = t.order.table();
   const at::ScalarType dtype = t.x.scalar_type();
@@ -206,17 +212,18 @@ Tensor forward_rows(const Experts& experts, const ExpertTensors& t, bool keeps_a
   const auto multiply = [&](const Rows& a, std::size_t i, at::TensorList bias, bool zeroes_tail) {
     GroupedCall call =
         product_call(experts.products[i], dtype, t.order, table, bias, a.operands, zeroes_tail);
-    if (keeps_amaxes) call.keeps_amax = &found.amaxes.matrices[i];
+    // Only what backward reads: a forward that is repeated may have read rowwise codes alone.
+    const bool has_dgrad = needs && (i < experts.inputs() ? needs->x : needs->hidden());
+    if (has_dgrad) call.keeps_amax = &found.amaxes.matrices[i];
     return multiply_groups(a.values, t.matrices[i], t.order.offs, call);
   };
-  if (keeps_amaxes && t.codes.empty())
-    found.amaxes.rows = amax_of_rows(*experts.products[0].recipe, rows);
+  if (needs && t.codes.empty()) found.amaxes.rows = amax_of_rows(*experts.products[0].recipe, rows);
   for (std::size_t i = 0; i < experts.inputs(); ++i)
     found.products.push_back(
         multiply(rows, i, bias_of(experts, t.biases, i), /*zeroes_tail=*/false));
   const GateAndUp gates(found.products, t.weights, t.order, table);
-  const Rows h = quantize_hidden(experts, t.order, gates, /*columnwise=*/false, keeps_amaxes);
-  if (keeps_amaxes && !h.operands.empty() && h.operands[6].numel() > 0)
+  const Rows h = quantize_hidden(experts, t.order, gates, /*columnwise=*/false, needs != nullptr);
+  if (needs && !h.operands.empty() && h.operands[6].numel() > 0)
     found.amaxes.hidden = h.operands[6];
   return multiply(h, experts.inputs(), {}, /*zeroes_tail=*/true);
 }
@@ -228,9 +235,6 @@ ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
   ExpertGradients out;
   out.matrices.resize(output + 1);
   out.biases.resize(t.biases.size());
-  ExpertNeeds before = needs;  // of what is computed before h
-  before.base = before.matrices[output] = false;
-
   const Tensor table = t.order.table();
   const GateAndUp gates(found.products, t.weights, t.order, table);
   RowGradient of_rows = gradient_of_rows(experts, t.order, table, g);
@@ -251,9 +255,9 @@ ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
                ? quantize_hidden(experts, t.order, gates, true, false, found.amaxes.hidden)
                : Rows();
   };
-  GroupedGradients d =
-      group_gradients(std::move(of_rows.values), shape_of_hidden, t.matrices[output], t.order.offs,
-                      call, {before.any(), needs.matrices[output], false}, of_rows.rows_from, take);
+  GroupedGradients d = group_gradients(
+      std::move(of_rows.values), shape_of_hidden, t.matrices[output], t.order.offs, call,
+      {needs.hidden(), needs.matrices[output], false}, of_rows.rows_from, take);
   out.matrices[output] = std::move(d.b);
   if (dh.defined()) backward_inputs(experts, t, found, std::move(dh), gates, table, needs, out);
   return out;

@@ -51,8 +51,8 @@ ExpertTensors with_rounded_biases(ExpertTensors t) {
 }
 
 Tensor forward_pass(const Experts& experts, const ExpertTensors& t, const MaybeTensor& base,
-                    bool keeps_amaxes, ExpertResults& found) {
-  const Tensor rows = forward_rows(experts, with_rounded_biases(t), keeps_amaxes, found);
+                    const ExpertNeeds* needs, ExpertResults& found) {
+  const Tensor rows = forward_rows(experts, with_rounded_biases(t), needs, found);
   return experts.sums ? add_slots(rows, t.order.places, base) : rows;
 }
 
@@ -363,11 +363,11 @@ Tensor grouped_mlp_kernel(const Tensor& x, const Tensor& weights, at::TensorList
   if (!needs.any()) {
     const at::AutoDispatchBelowADInplaceOrView below;
     ExpertResults found;
-    return forward_pass(experts, t, base, /*keeps_amaxes=*/false, found);
+    return forward_pass(experts, t, base, nullptr, found);
   }
   const auto forward = [&]() -> ForwardResult {
     ExpertResults found;
-    Tensor y = forward_pass(experts, t, base, /*keeps_amaxes=*/true, found);
+    Tensor y = forward_pass(experts, t, base, &needs, found);
     return {{std::move(y)},
             tensors_to_save(t, found),
             c10::make_intrusive<GroupedMlpState>(experts, needs, t.codes.size(), base.has_value())};

@@ -68,6 +68,8 @@ struct ExpertNeeds {
   std::vector<bool> matrices, biases;
 
   bool any() const;
+  // Returns whether the gradient of h is needed, which all that is computed before h needs.
+  bool hidden() const;
 };
 
 // Gradients; undefined where one is not needed.
@@ -82,9 +84,8 @@ struct ExpertResults {
   ExpertAmaxes amaxes;
 };
 
-// Returns the rows (M, D) of all experts, and what backward reads.   keeps_amaxes: whether backward
-// follows
-Tensor forward_rows(const Experts& experts, const ExpertTensors& t, bool keeps_amaxes,
+// Returns the rows (M, D) of all experts, and what backward reads.   needs: of backward; null: none
+Tensor forward_rows(const Experts& experts, const ExpertTensors& t, const ExpertNeeds* needs,
                     ExpertResults& found);
 
 // Returns the gradients from what forward_rows found.

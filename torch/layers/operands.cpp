@@ -349,6 +349,7 @@ void check_history(const char* op, const Tensor& history, const Tensor& x,
 
 Tensor as_matrix(const char* op, const char* name, const Tensor& x) {
   bridge::check_memory_if_real(op, name, x);
+  if (x._is_zerotensor()) return as_matrix(op, name, x.clone());  // which has memory and strides
   if (x.dim() == 2) return x.contiguous();
   SymInt rows = 1;
   for (std::int64_t i = 0; i + 1 < x.dim(); ++i) rows = rows * x.sym_size(i);

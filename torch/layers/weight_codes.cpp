@@ -222,6 +222,8 @@ TORCH_LIBRARY_FRAGMENT(minifloat, m) {
               const std::optional<Tensor>& amax_history, const std::optional<Tensor>& main_grad,
               std::optional<std::int64_t> fingerprint, const std::string& group, std::int64_t rank,
               std::int64_t ranks, std::int64_t weight_dim) {
+             bridge::check_memory_if_real("WeightCodes", "weight", weight);
+             bridge::check_memory_if_real("WeightCodes", "matrix", matrix);
              bridge::check_memory_if_real("WeightCodes", "x", x);
              if (amax_history)
                bridge::check_memory_if_real("WeightCodes", "amax_history", *amax_history);

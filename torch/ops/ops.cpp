@@ -7,11 +7,15 @@ EightTensors eight_tensors(const Directions& operands) {
   return {r.codes, r.scale, r.amax, r.decoded, c.codes, c.scale, c.amax, c.decoded};
 }
 
-Directions both_of(const EightTensors& t) {
+Directions both_of(const EightTensors& t, const std::string& row, const std::string& col,
+                   const QuantizeOptions& options) {
   const auto& [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col,
                decoded_col] = t;
-  return {{codes_row, scale_row, amax_row, decoded_row},
-          {codes_col, scale_col, amax_col, decoded_col}};
+  Directions out;
+  if (!row.empty()) out.first = {codes_row, scale_row, amax_row, decoded_row};
+  if (!col.empty() || options.amaxes_of_columns)
+    out.second = {codes_col, scale_col, amax_col, decoded_col};
+  return out;
 }
 
 QuantizeOptions options_of(const char* op, const std::optional<Tensor>& amax_row,

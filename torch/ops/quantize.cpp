@@ -389,7 +389,8 @@ Directions quantize(const Tensor& x, const std::string& row, const std::string& 
                   options.stream_col, options.origin, options.groups.table, options.groups.unit,
                   options.row_ids, options.first_expert, options.groups.rows_from,
                   options.decoded_row, options.decoded_col, options.fp8_row, options.fp8_col,
-                  options.swizzled_row, options.swizzled_col, options.amaxes_of_columns));
+                  options.swizzled_row, options.swizzled_col, options.amaxes_of_columns),
+      row, col, options);
 }
 
 }  // namespace torch_ops
