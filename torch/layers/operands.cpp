@@ -251,6 +251,15 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Op
     else
       out = quantize(x, plan.row, plan.col, plan.options);
   }
+  // What was not cast is undefined: the dispatcher returns empty tensors where direct calls return
+  // none, and what a layer saves does not depend on a dispatch mode.
+  if (plan.row.empty()) out.first = {};
+  if (plan.col.empty() && !state.apart_col) {
+    const Tensor amax = out.second.amax;
+    out.second = {};
+    if (plan.options.amaxes_of_columns && amax.defined() && amax.sym_numel() != 0)
+      out.second.amax = amax;
+  }
   const auto is_bf16 = [&](const OperandUse& w) { return recipe.specs[w.place].is_bf16(); };
   if (row.is_needed && is_bf16(row)) out.first = unquantized(x);
   if (col.is_needed && is_bf16(col)) out.second = unquantized(transposed(x));

@@ -239,19 +239,16 @@ Directions quantize_activation(const ActivationArguments& of, const std::string&
                            or_null(options.rng), or_null(options.row_ids)}))
     return cast_h(of, row, col, options, true);
   if (of.weights)
-    return both_of(
-        quantize_swiglu_op(of.gate, of.up, *of.weights, row, col, of.limit, of.alpha,
-                           of.interleaved, of.pairs, options.groups.table, options.groups.unit,
-                           options.amax_row, options.amax_col, options.rng, options.stream_row,
-                           options.stream_col, options.row_ids, options.first_expert,
-                           options.decoded_row, options.decoded_col, options.amaxes_of_columns),
-        row, col, options);
+    return both_of(quantize_swiglu_op(
+        of.gate, of.up, *of.weights, row, col, of.limit, of.alpha, of.interleaved, of.pairs,
+        options.groups.table, options.groups.unit, options.amax_row, options.amax_col, options.rng,
+        options.stream_row, options.stream_col, options.row_ids, options.first_expert,
+        options.decoded_row, options.decoded_col, options.amaxes_of_columns));
   return both_of(quantize_activation_op(of.gate, of.up, of.activation, row, col, options.amax_row,
                                         options.amax_col, options.rng, options.stream_row,
                                         options.stream_col, options.origin, options.decoded_row,
                                         options.decoded_col, options.fp8_row, options.fp8_col,
-                                        options.swizzled_row, options.swizzled_col),
-                 row, col, options);
+                                        options.swizzled_row, options.swizzled_col));
 }
 
 QuantizedGradients quantize_activation_backward(const Tensor& dh, const ActivationArguments& of,

@@ -7,15 +7,11 @@ EightTensors eight_tensors(const Directions& operands) {
   return {r.codes, r.scale, r.amax, r.decoded, c.codes, c.scale, c.amax, c.decoded};
 }
 
-Directions both_of(const EightTensors& t, const std::string& row, const std::string& col,
-                   const QuantizeOptions& options) {
+Directions both_of(const EightTensors& t) {
   const auto& [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col,
                decoded_col] = t;
-  Directions out;
-  if (!row.empty()) out.first = {codes_row, scale_row, amax_row, decoded_row};
-  if (!col.empty() || options.amaxes_of_columns)
-    out.second = {codes_col, scale_col, amax_col, decoded_col};
-  return out;
+  return {{codes_row, scale_row, amax_row, decoded_row},
+          {codes_col, scale_col, amax_col, decoded_col}};
 }
 
 QuantizeOptions options_of(const char* op, const std::optional<Tensor>& amax_row,

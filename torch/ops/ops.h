@@ -80,10 +80,7 @@ Directions quantize(const Tensor& x, const std::string& row, const std::string& 
 // The result of an op that casts in both directions: codes, scale, amax and decoded values of each.
 using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 EightTensors eight_tensors(const Directions& operands);
-// Returns both directions. One without a spec is undefined, as where the dispatcher is skipped: what
-// a layer saves does not depend on a dispatch mode.
-Directions both_of(const EightTensors& tensors, const std::string& row, const std::string& col,
-                   const QuantizeOptions& options);
+Directions both_of(const EightTensors& tensors);
 
 // Returns the options of an op without groups.   origin: two numbers, else an error
 QuantizeOptions options_of(const char* op, const std::optional<Tensor>& amax_row,

@@ -389,8 +389,7 @@ Directions quantize(const Tensor& x, const std::string& row, const std::string& 
                   options.stream_col, options.origin, options.groups.table, options.groups.unit,
                   options.row_ids, options.first_expert, options.groups.rows_from,
                   options.decoded_row, options.decoded_col, options.fp8_row, options.fp8_col,
-                  options.swizzled_row, options.swizzled_col, options.amaxes_of_columns),
-      row, col, options);
+                  options.swizzled_row, options.swizzled_col, options.amaxes_of_columns));
 }
 
 }  // namespace torch_ops

@@ -79,12 +79,10 @@ const Op quantize_delayed_op(kQuantizeDelayed, quantize_delayed, without_derivat
 Directions torch_ops::quantize_by_history(const Tensor& x, const std::string& row,
                                           const std::string& col, const QuantizeOptions& options) {
   const auto& [history, history_row, history_col] = *options.history;
-  return both_of(
-      quantize_delayed_op(x, row, col, history, history_row, history_col, options.rng,
-                          options.stream_row, options.stream_col, options.groups.table,
-                          options.groups.unit, options.row_ids, options.first_expert,
-                          options.groups.rows_from, options.decoded_row, options.decoded_col),
-      row, col, options);
+  return both_of(quantize_delayed_op(
+      x, row, col, history, history_row, history_col, options.rng, options.stream_row,
+      options.stream_col, options.groups.table, options.groups.unit, options.row_ids,
+      options.first_expert, options.groups.rows_from, options.decoded_row, options.decoded_col));
 }
 
 }  // namespace minifloat
