@@ -99,7 +99,7 @@ class Batch:
 
     Args:
         gathers: of the weights.
-        parameters: references to FSDP2's parameters; None: one weight, whose shard its hook passes.
+        parameters: references to FSDP2's parameters; empty: one weight, whose shard its hook has.
     """
 
     def __init__(
