@@ -120,6 +120,18 @@ def test_what_is_recorded_in_parts():
     assert forward["scaled_mm"] == 2
 
 
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "nvfp4"])
+@pytest.mark.parametrize("make", [nn.Linear, mf.MLP])
+def test_no_rows(make, recipe):
+    model = nn.Sequential(make(WIDTH, HIDDEN))
+    mf.quantize_(model, recipe, keep="nothing")
+    x = torch.randn(0, WIDTH, requires_grad=True)
+    torch.compiler.reset()
+    torch.compile(model, backend="aot_eager")(x).sum().backward()
+    assert x.grad.shape == x.shape
+    assert not any(p.grad.any() for p in model.parameters())
+
+
 def test_flops_of_recorded_layers():
     x, w = torch.randn(ROWS, WIDTH), torch.randn(HIDDEN, WIDTH)
     count = flop_registry[ops.linear_forward]

@@ -96,7 +96,7 @@ void check_mlp(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepared) 
   // h has the shape of x with I columns; its dtype and device are x's.
   c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
   shape.back() = first.sym_size(0);
-  check_layers(x.new_zeros({1}).expand_symint(shape), mlp.output, prepared);
+  check_layers(x.new_empty({1}).expand_symint(shape), mlp.output, prepared);
 }
 
 ForwardPass MlpForward::pass_of(const Layers& layers, const NeededGradients& needed,

@@ -13,8 +13,11 @@
 
 namespace minifloat::torch_ops {
 
-// Returns what an op returned, or undefined where it is empty: what the op did not compute.
-inline Tensor or_undefined(const Tensor& t) { return t.sym_numel() == 0 ? Tensor() : t; }
+// Returns what an op returned, or undefined where it is an empty vector: what the op did not
+// compute. A matrix without rows stays.
+inline Tensor or_undefined(const Tensor& t) {
+  return t.dim() == 1 && t.sym_numel() == 0 ? Tensor() : t;
+}
 
 inline std::optional<Tensor> or_none(const Tensor& t) {
   return t.defined() ? std::optional(t) : std::nullopt;
