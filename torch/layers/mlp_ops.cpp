@@ -243,7 +243,7 @@ BackwardResults mlp_backward(const Tensor& grad, at::TensorList saved, const std
   if (grad.is_meta()) return as_results<BackwardResults>(shapes_of_gradients(layers, g), grad);
   std::vector<Tensor> tensors;
   for (const Tensor& t : saved) tensors.push_back(or_undefined(t));
-  return as_results<BackwardResults>(mlp_gradients(layers, tensors, grad), grad);
+  return as_results<BackwardResults>(mlp_gradients(layers, tensors, g), grad);
 }
 
 const Op mlp_backward_op(kBackward, mlp_backward, without_derivative()),
