@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from .checks import require_int, require_module
 from .distributed.handshake import meet, raise_on_all
-from .distributed.reshard import reshard
 from .graphed_members import GraphedMembers
 from .graphed_modes import GraphedModes
 from .graphed_optimizers import GraphedOptimizers
@@ -135,7 +134,6 @@ class GraphedStep:
                 self._require_steps_ended()
                 # Not within the capture: each replay would write these.
                 self._optimizers.write_rates()
-                reshard(self._model)  # else no gather is captured
             with _agreed("captured"):
                 graph = self._capture(*received)
             self._graph = graph  # where no rank has failed
@@ -230,6 +228,7 @@ class GraphedStep:
 
     def _capture(self, args: Any, kwargs: Any) -> torch.cuda.CUDAGraph:
         graph, failed = torch.cuda.CUDAGraph(), None
+        # Frees what FSDP2 has gathered, too: else no gather is captured.
         self._members = GraphedMembers(self._model)
         # The outer context gives the stream back where a capture fails. NCCL's watchdog is a
         # thread that asks for events meanwhile, so only this thread is held to the capture.
