@@ -198,16 +198,12 @@ class Run:
         self.batches = text.train.batches_of(spec.seed, trial.steps)
         self.memory, self.clock = PeakMemory(trial.device), Clock(trial)
 
-    @torch.no_grad()
     def take_over(self, other: Run) -> None:
-        """Goes on from where another run of the same weights stands, which stays as it is."""
-        self.model.load_state_dict(other.model.state_dict())
-        torch._foreach_copy_(self.sums, other.sums)
-        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
-        self.added = other.added
-        self.losses, self.norms = [*other.losses], [*other.norms]
-        self.evaluations = {**other.evaluations}
-        self.clock.rates = [*other.clock.rates]
+        """Goes on from where another run of the same weights stands, which stays as it is.
+
+        The state of its recipe stays behind.
+        """
+        self.load(copy.deepcopy(other.state()) | {"training": {}})
 
     def loss(self, windows: Windows, rows_B: Tensor) -> Tensor:
         """Computes the mean loss of a batch, in nats a token."""
@@ -281,7 +277,7 @@ class Run:
     def load(self, state: dict[str, Any]) -> None:
         """Goes on from a state of the same run."""
         self.model.load_state_dict(state["model"])
-        if self.has_state:
+        if state["training"]:
             load_training_state(self.model, state["training"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.sums, self.added = state["sums"], state["added"]

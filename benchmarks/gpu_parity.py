@@ -151,9 +151,10 @@ class Trainer:
             run.load(state)
         return run
 
-    def ends(self, plan: Plan, state: dict[str, Any]) -> tuple[Run, bool]:
-        """Trains a run. Returns it, and whether it has ended; else it is that of the first steps,
-        or of the last.
+    def train_steps(self, plan: Plan, state: dict[str, Any]) -> tuple[Run, bool]:
+        """Trains the steps that are left of a run. Returns it, and whether it has ended.
+
+        One that has not is the run of the first steps, or of the last.
         """
         spec, steps = plan.spec, self.trial.steps
         if not spec.then:
@@ -178,7 +179,7 @@ class Trainer:
         """Trains a run and writes its record, or at the deadline its state: then returns False."""
         start, state = time.perf_counter(), self.read_state(plan)
         path = self.out / plan.state_name
-        run, has_ended = self.ends(plan, state)
+        run, has_ended = self.train_steps(plan, state)
         seconds = time.perf_counter() - start + state.get("seconds", 0.0)
         if not has_ended:
             path.parent.mkdir(parents=True, exist_ok=True)
