@@ -25,9 +25,8 @@ class Batch:
         self.native.hold_shards([torch.randn(ROWS // WORLD, COLS) for _ in range(weights)], [])
         exchange = torch.classes.minifloat.AmaxExchange([self.native])
         exchange.accept(exchange.measure(BOTH_GATHERS))
-        self.targets = [
-            t for pair in zip(*casts) for cast in pair for t in cast.new_operand(torch.empty(0))
-        ]
+        operands = [cast.new_operand(torch.empty(0)) for pair in zip(*casts) for cast in pair]
+        self.targets = [t.zero_() for operand in operands for t in operand]
 
     def outputs(self, selection):
         inputs = self.native.cast(selection, True)
