@@ -172,6 +172,19 @@ def test_updates_of_codes_are_those_of_their_values_rounded(recipe, name):
     assert not torch.equal(want, before)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4"])
+def test_inductor_writes_no_e8m0_scales_on_cpus(recipe):
+    """Shows what docs/memory.md says of torch 2.11."""
+    weight = built(recipe, primary=True)[2].weight.detach()
+    update = torch.compile(lambda weight: weight.copy_(weight * 2))
+    with (
+        torch.compiler.set_stance("default"),
+        pytest.raises(RuntimeError, match="float8_e8m0fnu missing"),
+    ):
+        update(weight)
+
+
 class WritesToAddresses(torch.optim.Optimizer):
     """Hands parameters to C++ as Transformer Engine's FusedAdam does: by weight.data."""
 
