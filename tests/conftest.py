@@ -36,6 +36,12 @@ def frozen_imports():
 
 
 @pytest.fixture(autouse=True)
+def seeded():
+    """Lets a test draw the same values whichever tests its process has run before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def fresh_compiler():
     """Clears what earlier tests compiled.
 
