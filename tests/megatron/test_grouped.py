@@ -202,7 +202,7 @@ def nothing(*args, **options):
 
 
 def check_options(rank):
-    """Losses and gradients have the same bytes.
+    """Losses and gradients have the same bytes, without a recipe those of another order of sums.
 
     At EP 2: at EP 1 Megatron's own SequentialMLP with biases raises an error.
     """
@@ -215,7 +215,13 @@ def check_options(rank):
             for name, grad in got.items():
                 if "linear_fc1.bias" in name:  # of float32 terms in another order
                     continue
-                assert torch.equal(grad, want[one_by_one(name)]), (recipe, options, name)
+                other_grad, where = want[one_by_one(name)], (recipe, options, name)
+                if recipe is None:  # torch's matrix library chooses the order by the layout
+                    torch.testing.assert_close(
+                        grad, other_grad, rtol=2**-7, atol=1e-6, msg=f"{where}"
+                    )
+                else:
+                    assert torch.equal(grad, other_grad), where
 
 
 def test_grouped_experts_equal_those_one_by_one():
