@@ -21,6 +21,7 @@ namespace minifloat::torch_ops {
 
 // One call. What an op does not take, or the caller leaves out, is empty.
 struct LayerCall {
+  LayerCall() = default;
   // arguments: in the schema's order
   LayerCall(const c10::FunctionSchema& schema, at::ArrayRef<c10::IValue> arguments);
 

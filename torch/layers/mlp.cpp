@@ -38,28 +38,19 @@ Tensor forward_pass(const Tensor& x, const MlpForward& pass) {
   return as_output(multiply_hidden(pass, multiply_by_weights(inputs, kMlp, x)), x, nullptr);
 }
 
-// Requires as many arguments as there are weights.
-void check_counts(const LayerCall& call) {
-  const std::size_t n = call.weights.size();
-  TORCH_CHECK_VALUE(n == 2 || n == 3, kMlp,
-                    ": expected 2 weights (up, down) or 3 (gate, up, down), got ", n);
-  const auto check_count = [&](const char* name, std::size_t count, std::size_t expected) {
-    TORCH_CHECK_VALUE(count == 0 || count == expected, kMlp, ": expected ", expected, " ", name,
-                      " for ", n, " weights, got ", count);
-  };
+Tensor mlp_kernel(const LayerCall& call) {
+  const Tensor& x = call.x;
+  const std::size_t n = call.weights.size(), inputs = n - 1;
+  check_counts(kMlp, n,
+               {{"rng", call.rng.size()},
+                {"amax_history", call.histories.size()},
+                {"streams", call.streams.size()},
+                {"main_grads", call.main_grads.size()}});
   TORCH_CHECK_VALUE(call.bias_index.size() == n, kMlp, ": expected ", n, " biases, got ",
                     call.bias_index.size());
-  check_count("rng", call.rng.size(), n);
-  check_count("amax_history", call.histories.size(), n);
-  check_count("streams", call.streams.size(), n);
-  check_count("tensors of weight_operands", call.weight_operands.size(), 8 * n);
-  check_count("main_grads", call.main_grads.size(), n);
-}
-
-Tensor mlp_kernel(const LayerCall& call) {
-  check_counts(call);
-  const Tensor& x = call.x;
-  const std::size_t inputs = call.weights.size() - 1;
+  TORCH_CHECK_VALUE(call.weight_operands.empty() || call.weight_operands.size() == 8 * n, kMlp,
+                    ": expected ", 8 * n, " tensors of weight_operands for ", n, " weights, got ",
+                    call.weight_operands.size());
   const Mlp mlp = {layers_of(kMlp, call, 0, inputs), layers_of(kMlp, call, inputs, 1),
                    call.activation};
   const PreparedRecipe& prepared = prepare(call.recipe);
@@ -83,6 +74,15 @@ Tensor mlp_kernel(const LayerCall& call) {
 }  // namespace
 
 namespace torch_ops {
+
+void check_counts(const char* op, std::size_t n,
+                  std::initializer_list<std::pair<const char*, std::size_t>> lists) {
+  TORCH_CHECK_VALUE(n == 2 || n == 3, op,
+                    ": expected 2 weights (up, down) or 3 (gate, up, down), got ", n);
+  for (const auto& [name, count] : lists)
+    TORCH_CHECK_VALUE(count == 0 || count == n, op, ": expected ", n, " ", name, " for ", n,
+                      " weights, got ", count);
+}
 
 void check_mlp(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepared) {
   TORCH_CHECK_VALUE(

@@ -5,8 +5,10 @@
 #include <ATen/core/Tensor.h>
 
 #include <array>
+#include <initializer_list>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "layers/layer_state.h"
@@ -48,6 +50,10 @@ struct Mlp {
 
   bool is_gated() const { return inputs.weights.size() == 2; }
 };
+
+// Requires 2 or 3 weights, and as many of each list, or none.
+void check_counts(const char* op, std::size_t n,
+                  std::initializer_list<std::pair<const char*, std::size_t>> lists);
 
 // Requires weights (I, K), (I, K) and (N, I), or (I, K) and (N, I), and an activation.
 void check_mlp(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepared);

@@ -8,6 +8,7 @@
 #include <tuple>
 #include <utility>
 
+#include "layers/layer_call.h"
 #include "layers/recorded_args.h"
 #include "ops/activation_inputs.h"
 #include "ops/bridge.h"
@@ -22,21 +23,6 @@ constexpr const char* kBackward = "mlp_backward";
 
 using MaybeTensors = c10::List<std::optional<Tensor>>;
 using Flags = std::array<bool, 3>;  // of the weights: of gate, up and down, or of up and down
-
-// Requires 2 or 3 weights, and as many of a list, or none.
-void check_counts(const char* op, std::size_t n,
-                  std::initializer_list<std::pair<const char*, std::size_t>> lists) {
-  TORCH_CHECK_VALUE(n == 2 || n == 3, op, ": expected 2 or 3 weights, got ", n);
-  for (const auto& [name, count] : lists)
-    TORCH_CHECK_VALUE(count == 0 || count == n, op, ": expected ", n, " ", name, ", got ", count);
-}
-
-at::TensorList of_inputs(at::TensorList list) {
-  return list.empty() ? list : list.slice(0, list.size() - 1);
-}
-at::TensorList of_output(at::TensorList list) {
-  return list.empty() ? list : list.slice(list.size() - 1);
-}
 
 // The results of an op that writes may not be a list: torch cannot trace it.
 template <std::size_t... kIs>
@@ -67,13 +53,13 @@ ForwardResults mlp_forward(const Tensor& x_codes, const Tensor& x_scale, const T
                            std::array<bool, 2> swizzled) {
   const PreparedRecipe& prepared = prepare(recipe);
   check_recipe(kForward, prepared);
+  check_dtype(kForward, "dtype", dtype);
   const std::size_t n = weights.size();
   check_counts(kForward, n,
                {{"biases", biases.size()},
                 {"rng", rng.size()},
                 {"amax_history", histories.size()},
                 {"streams", streams.size()}});
-  check_dtype(kForward, "dtype", dtype);
   for (const Tensor& w : weights) {
     TORCH_CHECK_VALUE(w.dim() == 2 && (w.sym_stride(1) == 1 || w.sym_size(1) == 1), kForward,
                       ": expected weights (N, K) with adjacent columns, got ", w.sym_sizes(),
@@ -87,34 +73,16 @@ ForwardResults mlp_forward(const Tensor& x_codes, const Tensor& x_scale, const T
   const SymInt& k = weights[0].sym_size(1);
   const QuantizedOperand x =
       checked_x(kForward, prepared, {x_codes, x_scale, x_amax, x_decoded}, weights[0], k);
-  std::vector<Tensor> biases_of_inputs, bias_of_output;
-  PerLayer<int> bias_index;
+  LayerCall call;
+  call.weights = weights.vec();
+  call.rng = rng.vec(), call.histories = histories.vec(), call.streams = streams.vec();
+  call.recompute = recompute;
   for (std::size_t i = 0; i < n; ++i) {
     const std::optional<Tensor> bias = biases.empty() ? std::nullopt : biases.get(i);
-    std::vector<Tensor>& list = i + 1 < n ? biases_of_inputs : bias_of_output;
-    bias_index.push_back(bias ? static_cast<int>(list.size()) : -1);
-    if (bias) list.push_back(*bias);
+    call.bias_index.push_back(bias ? static_cast<int>(call.biases.size()) : -1);
+    if (bias) call.biases.push_back(*bias);
   }
-  Layers inputs = {.weights = of_inputs(weights),
-                   .biases = biases_of_inputs,
-                   .bias_index = bias_index,
-                   .rng = of_inputs(rng),
-                   .histories = of_inputs(histories),
-                   .streams = streams.empty() ? streams : streams.slice(0, n - 1),
-                   .recomputes_weights = recomputes_weights(kForward, recompute),
-                   .prequantized = {},
-                   .shards = {}};
-  inputs.bias_index.pop_back();
-  const Mlp mlp = {inputs,
-                   {.weights = of_output(weights),
-                    .biases = bias_of_output,
-                    .bias_index = {bias_index.back()},
-                    .rng = of_output(rng),
-                    .histories = of_output(histories),
-                    .streams = streams.empty() ? streams : streams.slice(n - 1),
-                    .recomputes_weights = inputs.recomputes_weights,
-                    .prequantized = {},
-                    .shards = {}},
+  const Mlp mlp = {layers_of(kForward, call, 0, n - 1), layers_of(kForward, call, n - 1, 1),
                    activation};
   // Of x only its shape is known. Checks the states too.
   check_mlp(empty_result(weights[0], {0, k}, dtype), mlp, prepared);
