@@ -7,7 +7,9 @@ import math
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import _gpu_timing as timing  # noqa: F401  first: it makes minifloat importable
@@ -77,18 +79,18 @@ class Windows:
         self.seq, self.batch = trial.seq, trial.batch
         self.places = torch.arange(trial.seq + 1, device=trial.device)
 
-    def order(self, seed: int) -> Tensor:
-        return torch.randperm(self.count, generator=torch.Generator().manual_seed(seed))
+    def orders(self, seed: int) -> Iterator[Tensor]:
+        """Yields an order of all windows for each time that the text is read."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield torch.randperm(self.count, generator=generator)
 
     def batches_of(self, seed: int, steps: int) -> list[Tensor]:
         """Returns the batches of `steps` steps: the whole text, each time in another order."""
-        generator = torch.Generator().manual_seed(seed)
-        found: list[Tensor] = []
-        while len(found) < steps:
-            if not (more := self.batches(torch.randperm(self.count, generator=generator))):
-                sys.exit(f"--data: expected {self.batch} windows of text, got {self.count}")
-            found += more
-        return found[:steps]
+        if self.count < self.batch:
+            sys.exit(f"--data: expected {self.batch} windows of text, got {self.count}")
+        batches = chain.from_iterable(map(self.batches, self.orders(seed)))
+        return list(islice(batches, steps))
 
     def batches(self, order: Tensor) -> list[Tensor]:
         """Cuts an order into batches of windows, on the device; leaves out what is left."""

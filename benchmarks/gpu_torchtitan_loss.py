@@ -175,7 +175,7 @@ def register(name: str, trial: Trial, tokens: Any, seed: int, sizes: Any) -> Non
         wanted = trial.steps * trial.batch
         if cut.count < wanted:
             sys.exit(f"--data: expected {wanted} windows of {trial.seq} tokens, got {cut.count}")
-        return windows_of(tokens.train, trial, cut.order(seed)[:wanted])
+        return windows_of(tokens.train, trial, next(cut.orders(seed))[:wanted])
 
     def validation_texts(path: str) -> Texts:
         count = Windows(tokens.validation, replace(trial, device="cpu")).count
