@@ -167,7 +167,8 @@ def given_of_inspector() -> Given:
     """Returns a model that returns logits."""
     model = nn.Sequential(nn.Embedding(256, 64), nn.Linear(64, 128), nn.Linear(128, 256))
     tokens = torch.randint(256, (2, 33))
-    return {"model": model, "batch": {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}}
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
+    return {"model": model, "batch": batch, "batches": [batch, batch]}
 
 
 def given_of_readme() -> Given:

@@ -1,5 +1,7 @@
 """Each private name of torch that the library reads does what it is read for, with this torch."""
 
+import math
+
 import pytest
 import torch
 from minifloat import private_torch as private
@@ -12,6 +14,17 @@ def test_lists_are_copied():
     to = [torch.zeros(2), torch.zeros(3)]
     private.copy_all_(to, [torch.ones(2), torch.full((3,), 2.0)])
     assert [t.tolist() for t in to] == [[1, 1], [2, 2, 2]]
+
+
+def test_norms_of_tensors_have_their_inf_and_nan():
+    tensors = [torch.tensor(values) for values in ([3.0, -4.0], [1.0, math.nan], [-math.inf, 0.0])]
+    norms = torch.stack(private.norms_of(tensors, math.inf))
+    torch.testing.assert_close(norms, torch.tensor([4.0, math.nan, math.inf]), equal_nan=True)
+
+
+def test_values_of_a_sparse_tensor_that_is_not_coalesced():
+    t = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,))
+    assert private.values_of_sparse(t).tolist() == [2, 3]
 
 
 def test_addresses_are_refused_until_a_tensor_is_freed():

@@ -12,6 +12,7 @@ What this module does not name itself, its submodules do:
     nn, moe       construction of quantized models; the balance of experts
     distributed   gathers and gradients as codes, sharded masters, the end of a process
     lab           casts by rules of your own, and the errors of casts
+    inspector     a guard against steps that are not finite
 """
 
 from . import distributed, functional, lab, moe, nn, tensor

@@ -1,5 +1,6 @@
 """What casts do to a model's operands: mf.inspect, `minifloat inspect`, and what is not finite."""
 
+from .guard import StepGuard
 from .inspection import Inspection
 
-__all__ = ["Inspection"]
+__all__ = ["Inspection", "StepGuard"]

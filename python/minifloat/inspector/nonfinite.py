@@ -83,6 +83,8 @@ def find_nonfinite(
 def first_of(found: list[tuple[str, Tensor | None]]) -> NotFinite | None:
     """Returns the first tensor with a value that is not finite."""
     tensors = [(where, local) for where, t in found if (local := values_of(t)) is not None]
+    if not tensors:
+        return None
     counts = torch.stack([(~torch.isfinite(t)).sum() for _, t in tensors]).tolist()
     for place, ((where, t), count) in enumerate(zip(tensors, counts)):
         if count:

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ..nn.names import clean_name
 from ..nn.registry import NamedModules, expert_functions
@@ -23,12 +24,16 @@ def routers_of(modules: NamedModules) -> list[tuple[str, Router]]:
     return [(name, router) for name, router in found if not router.counts.is_meta]
 
 
-def end_step(modules: NamedModules, ranks: dist.ProcessGroup | None) -> None:
+def end_step(
+    modules: NamedModules, ranks: dist.ProcessGroup | None, left_out: Tensor | None
+) -> None:
     """Ends the step of all routers, with the counts of all ranks from one all-reduce.
 
     Args:
         modules: (name, module) of a model.
         ranks: those with the same routers; None: this one alone.
+        left_out: float32 (), 1 where the step was left out: it then counts no token, and moves no
+            bias; None: it was not.
     """
     routers = [module for _, module in modules if isinstance(module, Router)]
     for router in routers:
@@ -44,6 +49,8 @@ def end_step(modules: NamedModules, ranks: dist.ProcessGroup | None) -> None:
         for count, new in zip(counts, every.split([count.numel() for count in counts])):
             count.copy_(new)
     for router in routers:
+        if left_out is not None:
+            router.counts.mul_(left_out.to(router.counts.device, non_blocking=True) == 0)
         router.end_step()
 
 

@@ -288,9 +288,9 @@ class ExpertFunctions:
     unread_losses: Callable[[NamedModules], str | None]
     # (name, module) of a model -> (name, router) of those that mf.step ends the step of.
     routers: Callable[[NamedModules], NamedModules]
-    # ((name, module) of a model, ranks): moves the balance of routers by this step's counts, of all
-    # of these ranks.
-    end_step: Callable[[NamedModules, dist.ProcessGroup | None], None]
+    # ((name, module) of a model, ranks, 1 where the step was left out): moves the balance of
+    # routers by this step's counts, of all of these ranks.
+    end_step: Callable[[NamedModules, dist.ProcessGroup | None, Tensor | None], None]
 
 
 expert_functions = ExpertFunctions()

@@ -12,6 +12,7 @@ mf.quantize_ call share one random state.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from ...checks import require_module
 from ...private_torch import copy_all_
 from ..names import PRODUCT, clean_name, join, unwrapped
 from ..registry import distributed_functions, expert_functions, stages_in
+from .guarded_steps import guard_of
 from .random_hooks import add_hooks, find_hook, hooks_of, remove_hooks, states_of
 from .random_state import RngState, distributed_rank
 from .recipe_state import (
@@ -47,6 +49,9 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     (numerics.md). The balance biases of mf.MoE move by the loads of all ranks, which one all-reduce
     adds up. Under FSDP2 ranks exchange the maxima of all sharded weights, as in
     mf.distributed.precompute_scales; nothing is cast.
+
+    After a step that mf.inspector.StepGuard left out amax histories and balance biases stay as they
+    are, and what the step counted for them is dropped.
 
     Ranks compare their layers first: at a model's first step, in each step that reduces anything,
     and in the step after one where a rank's layers have changed (docs/distributed.md, "Ranks agree
@@ -92,18 +97,24 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     fault = shared_streams(modules) or expert_functions.unread_losses(modules)
     compared = [(name, layer) for name, layer in layers if not layer.is_of_rank]
     ranks = distributed_functions.group_of_step(model, compared, routers, group, fault)
+    guard = guard_of(model)
+    left_out = None if guard is None else guard.left_out
     forget_weights(layers)
-    _roll_histories(model, layers, ranks)
-    expert_functions.end_step(modules, ranks)
+    _roll_histories(model, layers, ranks, left_out)
+    expert_functions.end_step(modules, ranks, left_out)
     distributed_functions.exchange_scales([layer for _, layer in layers])
 
 
 def _roll_histories(
-    model: nn.Module, layers: list[tuple[str, RecipeState]], ranks: dist.ProcessGroup | None
+    model: nn.Module,
+    layers: list[tuple[str, RecipeState]],
+    ranks: dist.ProcessGroup | None,
+    left_out: Tensor | None,
 ) -> None:
     """Rolls the histories of all layers, with one call for those of one shape and rule.
 
     ranks: those with the same layers; None: this one alone.
+    left_out: float32 (), 1 where the step was left out, so that no history rolls; None: it was not.
     """
     delayed = [(layer, history) for _, layer, history in histories_of(layers)]
     if not delayed:
@@ -117,8 +128,24 @@ def _roll_histories(
         groups.setdefault(key, []).append(history)
         if layer.evaluates_unscaled:  # an assignment to a module takes microseconds
             layer.evaluates_unscaled = False
-    for (_, _, rule), histories in groups.items():
+    for (device, _, rule), histories in groups.items():
+        before = None if left_out is None else torch.stack(histories)
         ops.roll_amax_histories(histories, algorithm=rule.amax_algorithm, margin=rule.margin)
+        if left_out is not None and before is not None:
+            before[..., 1] = 0  # this step's amaxes
+            is_kept = left_out.to(device, non_blocking=True) > 0
+            kept = torch.where(is_kept, before, torch.stack(histories))
+            copy_all_(histories, [*kept.unbind()])
+
+
+@torch.no_grad()
+def drop_counts(model: nn.Module) -> None:
+    """Drops the amaxes and tokens that were counted since the last mf.step, of a step given up."""
+    modules = list(model.named_modules())
+    for _, _, history in histories_of(converted_among(modules)):
+        history[..., 1].zero_()
+    for _, router in expert_functions.routers(modules):
+        cast(Tensor, router.counts).zero_()
 
 
 def _reduce_running(delayed: list[tuple[RecipeState, Tensor]], group: dist.ProcessGroup) -> None:

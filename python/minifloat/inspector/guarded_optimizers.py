@@ -1,0 +1,105 @@
+"""What a guard reads of optimizers: which take a flag on the device, and their gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..nn.registry import is_distributed
+from ..private_torch import norms_of, values_of_sparse
+from ..tensor.quantized_tensor import QuantizedTensor
+
+
+def hooked_optimizers(optimizer: object) -> Iterator[Optimizer]:
+    """Yields the optimizers, inside what accelerate and Lightning wrap around them."""
+    for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
+        while isinstance(inner := getattr(each, "optimizer", None), Optimizer):
+            each = inner
+        if not isinstance(each, Optimizer):
+            raise TypeError(
+                "StepGuard: optimizer: expected a torch.optim.Optimizer, or a list of those, got "
+                f"{type(each).__name__}"
+            )
+        yield each
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def reads_flag(optimizer: Optimizer) -> bool:
+    """Tells whether an optimizer leaves a step out where its attribute found_inf is 1.
+
+    So do Adam, AdamW and SGD of torch with fused=True: the contract of torch.amp.GradScaler. They
+    take it in all groups or in none. The first SGD step with dampening leaves momentum that was
+    never written, and codes would be rounded again.
+    """
+    return bool(
+        getattr(optimizer, "_step_supports_amp_scaling", False)
+        and all(
+            group.get("fused") and not (group.get("momentum") and group.get("dampening"))
+            for group in optimizer.param_groups
+        )
+        and not any(
+            type(p) is not nn.Parameter
+            and isinstance(getattr(p, "_local_tensor", p), QuantizedTensor)
+            for p in parameters_of(optimizer)
+        )
+    )
+
+
+def make_momentum(optimizer: Optimizer) -> None:
+    """Gives SGD zeros where its first step would keep the gradient as momentum: the sum is equal.
+
+    torch leaves that memory unwritten where a first step is left out.
+    """
+    for group in optimizer.param_groups:
+        if group.get("momentum"):
+            for p in group["params"]:
+                state = optimizer.state[p]
+                if p.grad is not None and state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(p)
+
+
+def gradient_of(parameter: Tensor) -> Tensor | None:
+    """Returns this rank's values of a parameter's gradient; None: there are none.
+
+    Raises:
+        ValueError: the gradient is a main_grad.
+    """
+    gradient = parameter.grad
+    main_grad = parameter.__dict__.get("main_grad")
+    if main_grad is not None and main_grad is not gradient:
+        raise ValueError(
+            "StepGuard: expected parameters whose gradients are .grad, got one with a main_grad "
+            f"{tuple(parameter.shape)}; pass the optimizer a master whose .grad that is"
+        )
+    if gradient is None:
+        return None
+    if gradient.is_sparse:
+        gradient = values_of_sparse(gradient)
+    elif type(gradient) is not Tensor and is_distributed(gradient):
+        gradient = gradient.to_local()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    return gradient if gradient.numel() > 0 else None
+
+
+def zero_or_nan(gradients: list[Tensor]) -> Tensor:
+    """Returns (n): 0 for each gradient whose values are all finite, NaN for the others.
+
+    Args:
+        gradients: n of one device and dtype, none of them empty.
+
+    A GPU takes the largest magnitudes of all of them in few kernels. A CPU takes 20 times as long
+    for those as for extremes.
+    """
+    if gradients[0].is_cuda:
+        return torch.stack(norms_of(gradients, math.inf)).mul_(0)
+    extremes = [value for gradient in gradients for value in torch.aminmax(gradient)]
+    return torch.stack(extremes).mul_(0).view(-1, 2).sum(1)
