@@ -27,6 +27,8 @@ from .graphed_members import GraphedMembers
 from .graphed_modes import GraphedModes
 from .graphed_optimizers import GraphedOptimizers
 from .moe.layer import divided_experts
+from .nn.names import unwrapped
+from .nn.state.guarded_steps import guard_of
 from .nn.state.recipe_state import converted, histories_of
 from .private_torch import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
@@ -137,13 +139,15 @@ class GraphedStep:
             with _agreed("captured"):
                 graph = self._capture(*received)
             self._graph = graph  # where no rank has failed
+            self._guard = guard_of(unwrapped(self._model))
         else:
             self._members.require()
             self._modes.require()
             self._optimizers.require_settings()
             self._received(args, kwargs)
             self._optimizers.write_rates()
-        self._graph.replay()
+            self._require_same_guard()
+        self._replay()
         return _copied(self._results)
 
     @torch.no_grad()
@@ -256,6 +260,24 @@ class GraphedStep:
         self._modes = GraphedModes(self._model)
         self._optimizers.keep_settings()
         return graph
+
+    def _replay(self) -> None:
+        """Replays the graph, in which no guard reports a step, nor sends its flags."""
+        graph = cast(torch.cuda.CUDAGraph, self._graph)
+        if self._guard is None:
+            graph.replay()
+            return
+        self._guard.report()
+        graph.replay()
+        self._guard.send()
+
+    def _require_same_guard(self) -> None:
+        """Raises ValueError where the model has another guard than at the capture."""
+        if guard_of(unwrapped(self._model)) is not self._guard:
+            raise ValueError(
+                "GraphedStep: expected the guard that the model had at the capture, or none, got "
+                "another; make a new GraphedStep after a StepGuard is made or removed"
+            )
 
     def _require_steps_ended(self) -> None:
         """Raises ValueError where amaxes of a step wait for mf.step."""

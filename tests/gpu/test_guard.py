@@ -1,0 +1,152 @@
+"""mf.inspector.StepGuard on one device: nothing waits, and a CUDA graph skips a step."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import minifloat as mf
+import pytest
+import torch
+from minifloat.inspector import StepGuard
+from torch import Tensor, nn
+
+from tests.support.same_bits import require_all_same
+from tests.support.sharded_models import batch, built
+
+pytestmark = pytest.mark.gpu
+
+STEPS, BAD = 6, 4  # the graph's third step; warm-ups and its capture come first
+RATE = 2.0**-7  # exact in float32, so that an eager optimizer has the same rate
+Optimizers = dict[str, Callable[[Any], torch.optim.Optimizer]]
+OPTIMIZERS: Optimizers = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=RATE, fused=True, capturable=True),
+    "sgd": lambda p: torch.optim.SGD(p, lr=RATE, momentum=0.5, fused=True),
+}
+
+
+class Job:
+    def __init__(self, device: torch.device, optimizer: str) -> None:
+        self.model = built("fp8_delayed").to(device)
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+
+    def step(self, x: Tensor, factor: Tensor) -> Tensor:
+        loss = (self.model(x) * factor).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        mf.step(self.model)
+        return loss
+
+    @property
+    def state(self) -> dict[str, Tensor]:
+        found = dict(self.model.state_dict()) | mf.training_state(self.model)
+        for i, states in self.optimizer.state_dict()["state"].items():
+            found |= {f"{name} of {i}": t for name, t in states.items()}
+        return {name: t.detach().clone() for name, t in found.items()}
+
+
+def inputs(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns a batch, and the factor of the loss, which makes step BAD's gradients Inf or NaN."""
+    factor = torch.tensor(math.inf if step == BAD else 1.0)
+    return batch(step).to(device), factor.to(device)
+
+
+def said_by(function: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        function()
+    return [str(w.message) for w in found if "gradients are not finite" in str(w.message)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_nothing_waits_for_the_device(device, name):
+    """Weights, states and histories are those without the step, which the next one reports."""
+    guarded, plain = Job(device, name), Job(device, name)
+    batches = [inputs(step, device) for step in range(STEPS)]
+    guarded.step(*batches[0])  # kernels are loaded
+    plain.step(*batches[0])
+    guard = StepGuard(guarded.model, guarded.optimizer, on_nonfinite="skip")
+
+    def steps(numbers: Any) -> None:
+        is_cuda = device.type == "cuda"
+        if is_cuda:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            for step in numbers:
+                guarded.step(*batches[step])
+        finally:
+            if is_cuda:
+                torch.cuda.set_sync_debug_mode("default")
+
+    assert not said_by(lambda: steps(range(1, BAD + 1)))
+    (text,) = said_by(lambda: guarded.step(*batches[BAD + 1]))
+    assert text.startswith(f"minifloat: step {BAD}: 12 of 12")
+    guard.remove()
+    for step in range(1, STEPS):
+        if step != BAD:
+            plain.step(*batches[step])
+    require_all_same(guarded.state, plain.state)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_graph_skips_a_step(device, name):
+    graphed, plain = Job(device, name), Job(device, name)
+    guard = StepGuard(graphed.model, graphed.optimizer, on_nonfinite="skip")
+    step = mf.GraphedStep(graphed.step, graphed.model, graphed.optimizer, warm_ups=2)
+
+    def steps() -> None:
+        for i in range(STEPS):
+            step(*inputs(i, device))
+        guard.remove()
+
+    (text,) = said_by(steps)
+    assert text.startswith(f"minifloat: step {BAD + 1}: 12 of 12")
+    for i in range(STEPS):
+        if i != BAD:
+            plain.step(*inputs(i, device))
+    require_all_same(graphed.state, plain.state)
+
+
+def test_a_graph_raises_before_the_next_step(device):
+    job = Job(device, "adamw")
+    guard = StepGuard(job.model, job.optimizer, on_nonfinite="raise")
+    step = mf.GraphedStep(job.step, job.model, job.optimizer, warm_ups=2)
+    for i in range(BAD):
+        step(*inputs(i, device))
+    before = job.state
+    step(*inputs(BAD, device))
+    with pytest.raises(FloatingPointError, match=f"step {BAD + 1}: 12 of 12"):
+        step(*inputs(BAD + 1, device))
+    require_all_same(job.state, before)
+    assert guard.steps == BAD + 1
+
+
+def test_what_a_graph_cannot_skip_is_refused(cuda):
+    model = nn.Linear(16, 16, device=cuda)
+    optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
+    StepGuard(model, optimizer, on_nonfinite="skip")
+
+    def step(x: Tensor) -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    run = mf.GraphedStep(step, model, optimizer, warm_ups=1)
+    run(torch.ones(2, 16))
+    with pytest.raises(ValueError, match="expected optimizers that a CUDA graph can leave a step"):
+        run(torch.ones(2, 16))
+
+
+def test_a_guard_that_comes_after_the_capture_is_refused(cuda):
+    job = Job(cuda, "adamw")
+    step = mf.GraphedStep(job.step, job.model, job.optimizer, warm_ups=1)
+    for i in range(2):
+        step(*inputs(i, cuda))
+    guard = StepGuard(job.model, job.optimizer, on_nonfinite="skip")
+    with pytest.raises(ValueError, match="expected the guard that the model had at the capture"):
+        step(*inputs(2, cuda))
+    guard.remove()
+    step(*inputs(2, cuda))
