@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from .inspector.guard import StepGuard
 from .nn.state.model_state import load_training_state, step, training_state
 from .nn.state.recipe_state import require_converted
 
@@ -31,19 +32,40 @@ class TrainingStateCallback(Callback):
         Trainer(callbacks=[TrainingStateCallback()]).fit(module, data)
 
     A resumed run then continues with the same bytes. Do not call mf.step beside this callback.
+
+    Args:
+        on_nonfinite: "raise" or "skip": what an mf.inspector.StepGuard does at a gradient that is
+            not finite, before Lightning clips it; None: there is no guard.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, on_nonfinite: str | None = None) -> None:
         self.steps_ended = 0  # optimizer steps that mf.step has followed
+        self.on_nonfinite = on_nonfinite
+        self.guard: StepGuard | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
-        """Checks the module.
+        """Checks the module, and makes the guard.
 
         Raises:
             ValueError: no layer of the module is converted.
         """
         require_converted("TrainingStateCallback", pl_module)
         self.steps_ended = trainer.global_step
+        if self.on_nonfinite is not None:
+            if self.guard is not None:  # of a run that ended with an error
+                self.guard.remove()
+            self.guard = StepGuard(pl_module, trainer.optimizers, on_nonfinite=self.on_nonfinite)
+            self.guard.steps = trainer.global_step
+
+    def on_before_optimizer_step(self, *_: object) -> None:
+        if self.guard is not None:
+            self.guard.check()
+
+    def on_train_end(self, *_: object) -> None:
+        """Ends the guard, which may have to report the last step."""
+        guard, self.guard = self.guard, None
+        if guard is not None:
+            guard.remove()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: nn.Module, *others: object) -> None:
         if trainer.global_step != self.steps_ended:  # not in the middle of accumulation

@@ -18,6 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .checks import require_module
+from .inspector.guard import StepGuard
 from .nn.convert.selection import is_conv1d, reason_against_linear
 from .nn.names import join
 from .nn.state.model_state import load_training_state, step, training_state
@@ -37,15 +38,20 @@ class TrainingStateCallback(TrainerCallback):
     Args:
         folder: the checkpoint that training is resumed from; None: the folder checkpoint-<step> of
             the Trainer's output_dir.
+        on_nonfinite: "raise" or "skip": what an mf.inspector.StepGuard does at a gradient that is
+            not finite; None: there is no guard.
     """
 
-    def __init__(self, folder: str | Path | None = None) -> None:
-        self.folder = folder
+    def __init__(
+        self, folder: str | Path | None = None, *, on_nonfinite: str | None = None
+    ) -> None:
+        self.folder, self.on_nonfinite = folder, on_nonfinite
+        self.guard: StepGuard | None = None
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, *_: object, model: Any, **others: object
+        self, args: TrainingArguments, state: TrainerState, *_: object, model: Any, **others: Any
     ) -> None:
-        """Loads the state of the checkpoint that training is resumed from.
+        """Loads the state of the checkpoint that training is resumed from, and makes the guard.
 
         Raises:
             ValueError: no layer of the model is converted, or weights of the model are not those of
@@ -53,8 +59,23 @@ class TrainingStateCallback(TrainerCallback):
             FileNotFoundError: the checkpoint has no state of minifloat.
         """
         model = require_converted("TrainingStateCallback", model)
-        if state.global_step == 0:
-            return
+        if state.global_step != 0:
+            self.load(args, state, model)
+        if self.on_nonfinite is not None:
+            if self.guard is not None:  # of a run that ended with an error
+                self.guard.remove()
+            optimizer = others["optimizer"]
+            self.guard = StepGuard(model, optimizer, on_nonfinite=self.on_nonfinite)
+            self.guard.steps = state.global_step
+
+    def on_train_end(self, *_: object, **others: object) -> None:
+        """Ends the guard, which may have to report the last step."""
+        guard, self.guard = self.guard, None
+        if guard is not None:
+            guard.remove()
+
+    def load(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
+        """Loads the state of the checkpoint, once the Trainer has loaded its weights."""
         folder = Path(self.folder or self.folder_of(args, state))
         path = folder / FILE
         if not path.is_file():

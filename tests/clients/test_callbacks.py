@@ -3,6 +3,7 @@
 tests/clients/test_examples.py resumes whole runs with them.
 """
 
+import math
 from types import SimpleNamespace
 
 import minifloat as mf
@@ -12,6 +13,7 @@ import torch
 from minifloat import lightning, transformers
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import Trainer
 
 
 def converted(recipe="fp8_delayed"):
@@ -64,6 +66,50 @@ def test_a_model_without_converted_layers_is_an_error(tmp_path):
         lightning.TrainingStateCallback().on_train_start(SimpleNamespace(global_step=0), plain)
 
 
+class Overflows(nn.Module):
+    """A model of the Trainer, whose second step has an Inf in the gradient of its layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.steps = converted(), 0
+
+    def forward(self, x, labels=None):
+        self.steps += 1
+        loss = self.net(x).square().mean()
+        return {"loss": loss * (math.inf if self.steps == 2 else 1)}
+
+
+def trainer_of(model, folder, **options):
+    arguments = transformers.TrainingArguments(
+        str(folder),
+        max_steps=3,
+        per_device_train_batch_size=4,
+        use_cpu=True,
+        report_to=[],
+        save_strategy="no",
+        logging_strategy="no",
+        disable_tqdm=True,
+    )
+    data = [{"x": torch.randn(32), "labels": 0} for _ in range(12)]
+    callback = transformers.TrainingStateCallback(**options)
+    return Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+
+
+def test_a_trainer_skips_and_raises(tmp_path):
+    model = Overflows()
+    with pytest.warns(UserWarning, match="step 2: 2 of 2 gradients are not finite"):
+        trainer_of(model, tmp_path, on_nonfinite="skip").train()
+    assert model.steps == 3
+    assert all(p.isfinite().all() for p in model.parameters())
+    assert mf.training_state(model)["net.0.amax_history"].isfinite().all()
+    model = Overflows()
+    trainer = trainer_of(model, tmp_path, on_nonfinite="raise")
+    with pytest.raises(FloatingPointError, match="step 2: 2 of 2 gradients"):
+        trainer.train()
+    assert all(p.isfinite().all() for p in model.parameters())
+    trainer.train()  # its callback makes a new guard
+
+
 class Module(pl.LightningModule):
     def __init__(self):
         super().__init__()
@@ -78,20 +124,48 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def test_lightning_ends_a_step_after_the_last_micro_batch(tmp_path):
-    module = Module()
+def fit(module, folder, **options):
     data = DataLoader(TensorDataset(torch.randn(24, 32)), batch_size=4)
     pl.Trainer(
-        default_root_dir=tmp_path,
+        default_root_dir=folder,
         accelerator="cpu",
         max_epochs=1,
-        accumulate_grad_batches=3,
-        callbacks=[lightning.TrainingStateCallback()],
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     ).fit(module, data)
+
+
+class OverflowsOnce(Module):
+    """The gradient of its bias is Inf in the second step, which clipping would spread."""
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+    def on_after_backward(self):
+        if len(self.rolls) == 2:
+            self.net[0].bias.grad[3] = math.nan
+
+
+def test_lightning_skips_and_raises(tmp_path):
+    module = OverflowsOnce()
+    skips = lightning.TrainingStateCallback(on_nonfinite="skip")
+    with pytest.warns(UserWarning, match=r"step 2: 1 of 2 gradients .* that of net\.0\.bias"):
+        fit(module, tmp_path, callbacks=[skips], gradient_clip_val=1.0)
+    assert all(p.isfinite().all() for p in module.parameters())
+    module = OverflowsOnce()
+    raises = lightning.TrainingStateCallback(on_nonfinite="raise")
+    with pytest.raises(FloatingPointError, match=r"step 2: 1 of 2"):
+        fit(module, tmp_path, callbacks=[raises], gradient_clip_val=1.0)
+    assert all(p.isfinite().all() for p in module.parameters())
+
+
+def test_lightning_ends_a_step_after_the_last_micro_batch(tmp_path):
+    module = Module()
+    callback = lightning.TrainingStateCallback()
+    fit(module, tmp_path, callbacks=[callback], accumulate_grad_batches=3)
     active = [history[:, 0] for history in module.rolls]  # that casts take their scale from
     assert len(active) == 6
     assert torch.equal(active[1], active[0])
