@@ -223,24 +223,22 @@ def test_the_layer_that_comes_first_in_backward():
     assert "backward begins, that of 2.weight; none behind it is wrong, so g of dgrad and" in text
 
 
-def test_a_gradient_alone():
-    def make_wrong(model):
-        model.blocks[1].down.weight.grad[0, 0] = math.nan
+def spoil(model):
+    model.blocks[1].down.weight.grad[0, 0] = math.nan
 
-    text = report(built("mxfp8"), make_wrong)
+
+def test_a_gradient_alone():
+    text = report(built("mxfp8"), spoil)
     assert "1 of 12 gradients are not finite" in text
     assert "where backward begins, that of blocks.1.down.weight; no other is wrong" in text
     assert "wgrad's product of g and x" in text
 
 
 def test_clipping_hides_names_without_a_check():
-    def make_wrong(model):
-        model.blocks[1].down.weight.grad[0, 0] = math.nan
-
-    hidden = report(built("mxfp8"), make_wrong, clips=True)
+    hidden = report(built("mxfp8"), spoil, clips=True)
     assert "12 of 12 gradients" in hidden
     assert "call check() before clipping" in hidden
-    named = report(built("mxfp8"), make_wrong, clips=True, checks=True)
+    named = report(built("mxfp8"), spoil, clips=True, checks=True)
     assert "where backward begins, that of blocks.1.down.weight; no other is wrong" in named
 
 
@@ -278,11 +276,17 @@ def test_batches_are_repeated(name):
 
 
 def test_a_repetition_that_is_finite():
-    def make_wrong(model):
-        model.blocks[1].down.weight.grad[0, 0] = math.nan
-
-    text = report(built("mxfp8"), make_wrong, checks=True, loss=loss_of, batches=[batch(0)])
+    text = report(built("mxfp8"), spoil, checks=True, loss=loss_of, batches=[batch(0)])
     assert "Repeated, the batch has finite values alone" in text
+
+
+def test_an_error_of_the_repetition():
+    def loss(model, x):
+        raise KeyError("of the loss")
+
+    text = report(built("mxfp8"), spoil, checks=True, loss=loss, batches=[batch(0)])
+    assert "that of blocks.1.down.weight; no other is wrong" in text
+    assert ". Repeating the batch raised KeyError: 'of the loss'. The step was left out" in text
 
 
 def test_masters_have_no_names():

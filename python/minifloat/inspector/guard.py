@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..checks import require_module, require_one_of
-from ..distributed.handshake import has_others, raise_on_all, require_same
+from ..distributed.handshake import has_others, meet, raise_different, raise_on_all
 from ..nn.names import unwrapped
 from ..nn.state.guarded_steps import guard_of, guards
 from ..nn.state.model_state import drop_counts
@@ -38,6 +38,7 @@ from .guarded_optimizers import (
 )
 
 RAISE, SKIP = "raise", "skip"
+WAITS = ", of an optimizer that waits"
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
@@ -116,15 +117,11 @@ class StepGuard:
         except (TypeError, ValueError) as error:
             raise_on_all(error, group)
         self._raises, self._loss = on_nonfinite == RAISE, loss
-        if self._ranks is not None:
-            require_same(
-                "a StepGuard",
-                f"on_nonfinite={on_nonfinite!r}, {'a' if loss else 'no'} loss",
-                self._ranks,
-                expected="StepGuard: expected all {} ranks to make one of {}",
-                absent="they have made none",
-                differs="StepGuard: expected the same arguments on all ranks",
-            )
+        self._waits_always = agree(
+            f"on_nonfinite={on_nonfinite!r}, {'a' if loss else 'no'} loss",
+            not all(map(reads_flag, self._optimizers)),
+            self._ranks,
+        )
         self.steps = 0  # steps until now; assign it where a run is resumed
         self.left_out: Tensor | None = None  # what mf.step reads
         self._device = next((p.device for p in self._parameters()), torch.device("cpu"))
@@ -256,7 +253,7 @@ class StepGuard:
         if not is_captured:
             self.report()
         self._stepped, self._batches, self._is_left_out = set(), batches, False
-        self._waits = not all(map(reads_flag, self._optimizers))
+        self._waits = self._waits_always or not all(map(reads_flag, self._optimizers))
         if is_captured and self._waits:
             raise ValueError(
                 "StepGuard: expected optimizers that a CUDA graph can leave a step out of, got "
@@ -365,3 +362,26 @@ def ranks_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
         return None
     ranks = cast(dist.ProcessGroup, dist.group.WORLD if group is None else group)
     return ranks if has_others(ranks) else None
+
+
+def agree(arguments: str, waits: bool, ranks: dist.ProcessGroup | None) -> bool:
+    """Returns whether an optimizer of any rank waits for the flag: all report at the same time.
+
+    Raises:
+        ValueError: ranks have other arguments, or one is missing; on every rank.
+    """
+    if ranks is None:
+        return waits
+    texts = meet(
+        "a StepGuard",
+        f"{arguments}{WAITS if waits else ''}",
+        ranks,
+        expected="StepGuard: expected all {} ranks to make one of {}",
+        absent="they have made none",
+    )
+    if texts is None:
+        return waits
+    given = [text.removesuffix(WAITS) for text in texts]
+    if len(set(given)) > 1:
+        raise_different(given, "StepGuard: expected the same arguments on all ranks")
+    return True

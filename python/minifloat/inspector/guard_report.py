@@ -43,7 +43,8 @@ class Found(NamedTuple):
         wrong: gradients of this rank that are not finite.
         gradients: of this rank.
         weight: the first parameter with a value that is not finite; "": none has.
-        repeated: what repeating the batches found: (place, sentence); None: they were not repeated.
+        repeated: what repeating the batches found: (place, sentence), or (NOT_FOUND, an error);
+            None: they were not repeated.
     """
 
     place: int
@@ -95,7 +96,12 @@ def find(
     ]
     place, name = max(wrong, default=(-1, ""))
     bad = first_of([*named])
-    repeated = repeat(model, batches, loss) if batches and loss is not None else None
+    repeated = None
+    if batches and loss is not None:
+        try:
+            repeated = repeat(model, batches, loss)
+        except Exception as error:  # other ranks wait for the report
+            repeated = (NOT_FOUND, f"{type(error).__name__}: {error}")
     weight = "" if bad is None else bad.where
     return Found(place, name, len(wrong), len(parameters), weight, repeated)
 
@@ -150,7 +156,7 @@ def described(step: int, of_ranks: Sequence[Found]) -> str:
 def _operand(of_ranks: Sequence[Found], last: Found) -> str:
     repeated = [f.repeated for f in of_ranks if f.repeated is not None]
     if repeated:
-        place, sentence = min((place, text) for place, text in repeated)
+        place, sentence = min((*each,) for each in repeated)
         if place != NOT_FOUND:
             on = _on(of_ranks, lambda f: f.repeated is not None and f.repeated[1] == sentence)
             return f"repeated, the batch has the first such value in {sentence}{on}"
@@ -160,7 +166,10 @@ def _operand(of_ranks: Sequence[Found], last: Found) -> str:
     text = OF_ALL if last.wrong == last.gradients else OF_SOME
     if last.wrong == 1:
         text = OF_ONE
-    if repeated:
+    errors = [sentence for _, sentence in repeated if sentence]
+    if errors:
+        text += f". Repeating the batch raised {errors[0]}"
+    elif repeated:
         text += ". Repeated, the batch has finite values alone: random casts and dropout draw anew"
     return text
 

@@ -61,9 +61,8 @@ def make_momentum(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         if group.get("momentum"):
             for p in group["params"]:
-                state = optimizer.state[p]
-                if p.grad is not None and state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(p)
+                if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
+                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
