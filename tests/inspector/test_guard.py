@@ -115,6 +115,11 @@ def test_an_error_comes_before_the_step_is_applied(name):
         train(model, optimizer, range(BAD, BAD + 2))
     require_all_same(state_of(model, optimizer), before)
     assert guard.steps == BAD + 1
+    for each in listed(optimizer):
+        each.zero_grad()
+    with pytest.raises(FloatingPointError, match=rf"^step {BAD + 2}: "):  # a caller may go on
+        train(model, optimizer, range(BAD, BAD + 2))
+    require_all_same(state_of(model, optimizer), before)
 
 
 def test_what_nothing_waits_for():

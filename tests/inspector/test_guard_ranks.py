@@ -141,6 +141,11 @@ def check_stages(rank):
     require_all_same([p.detach() for p in model.parameters()], before)
     assert len(set(texts_of_ranks(str(raised.value)))) == 1
     assert "that of of_rank_2.weight on ranks [2]; no other" in str(raised.value)
+    optimizer.zero_grad()
+    if rank != 1:
+        model[f"of_rank_{rank}"](torch.ones(2, 4)).sum().backward()
+    optimizer.step()  # is taken
+    assert all(torch.equal(p, b) == (rank == 1) for p, b in zip(model.parameters(), before))
 
 
 def test_ranks_with_other_parameters():

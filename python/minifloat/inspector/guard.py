@@ -249,10 +249,11 @@ class StepGuard:
 
     def _begin(self, batches: tuple[Any, ...]) -> None:
         """Reads the gradients of a new step, after the report of the last one."""
+        self._stepped = None  # until nothing has raised: else the next step begins anew
         is_captured = self._event is not None and torch.cuda.is_current_stream_capturing()
         if not is_captured:
             self.report()
-        self._stepped, self._batches, self._is_left_out = set(), batches, False
+        self._batches, self._is_left_out = batches, False
         self._waits = self._waits_always or not all(map(reads_flag, self._optimizers))
         if is_captured and self._waits:
             raise ValueError(
@@ -267,6 +268,7 @@ class StepGuard:
         if self._waits:
             self._is_left_out = self.report()
             self.left_out = self._flag if self._is_left_out else None
+        self._stepped = set()
 
     @torch.no_grad()
     def _look(self) -> None:
