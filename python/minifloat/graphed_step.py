@@ -144,9 +144,9 @@ class GraphedStep:
             self._members.require()
             self._modes.require()
             self._optimizers.require_settings()
+            self._require_same_guard()
             self._received(args, kwargs)
             self._optimizers.write_rates()
-            self._require_same_guard()
         self._replay()
         return _copied(self._results)
 

@@ -15,9 +15,8 @@ from torch import Tensor, nn
 class Guard(Protocol):
     """What others call of a guard."""
 
-    left_out: (
-        Tensor | None
-    )  # float32 (): 1 where the last step was left out, else 0; None: none yet
+    # float32 (): 1 where the last step was left out, else 0; None: none was looked at yet.
+    left_out: Tensor | None
 
     def report(self) -> bool:
         """Warns of the last step, or raises, where it was left out and nobody was told."""
