@@ -16,7 +16,7 @@ MessageLayout message_layout(const Spec& spec, std::int64_t cols) {
   if (spec.is_bf16()) return {2 * cols, 2 * cols};
   MINIFLOAT_CHECK(spec.has_blocks() && !spec.has_blocks_2d() && !spec.has_outer_amax(),
                   "messages: expected bf16, or a spec whose scales are those of blocks of one row "
-                  "alone (e4m3/1x128, mxfp8, mxfp4), got ",
+                  "alone (e4m3/1x128, mxfp8, mxfp4, e1m2/1x32), got ",
                   spec.str());
   MINIFLOAT_CHECK(spec.transform == 0, "messages: expected a spec without a transform, got ",
                   spec.str());

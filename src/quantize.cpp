@@ -133,7 +133,8 @@ void fp4_as_fp8(std::span<const Fp4AsFp8Cast> operands, const Execution& executi
     const Quantized& q = o.operand;
     check_spec("fp4_as_fp8", q.spec);
     MINIFLOAT_CHECK(q.spec.is_fp4_by_powers_of_two(),
-                    "fp4_as_fp8: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ",
+                    "fp4_as_fp8: expected 4-bit codes under powers of two (mxfp4, nvfp4+pow2, "
+                    "e1m2/1x32 or e1m2/1x16+pow2), got ",
                     q.spec.str());
     check_tensor_factor("fp4_as_fp8", q, memory);
     check_quantized("fp4_as_fp8", q, memory);

@@ -184,7 +184,8 @@ void check_forms(const Operand& operand, bool columnwise) {
   MINIFLOAT_CHECK(!spec.is_bf16(),
                   "quantize: bf16 is the identity and has no codes; expected a quantizing spec");
   MINIFLOAT_CHECK(!operand.as_fp8 || spec.is_fp4_by_powers_of_two(),
-                  "quantize: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2) as FP8, got ",
+                  "quantize: expected 4-bit codes under powers of two (mxfp4, nvfp4+pow2, "
+                  "e1m2/1x32 or e1m2/1x16+pow2) as FP8, got ",
                   spec.str());
   MINIFLOAT_CHECK(!operand.as_fp8 || !operand.decoded, "quantize: expected FP8 codes of ",
                   spec.str(), " or decoded values, got both");

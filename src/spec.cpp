@@ -32,6 +32,9 @@ constexpr std::array kBases = {
     Base{"nvfp4", Elements::kE2m1, ScaleRule::kNvfp4, 1, 16},
     Base{"nvfp4/16x16", Elements::kE2m1, ScaleRule::kNvfp4, 16, 16},
     Base{"nvfp4/row", Elements::kE2m1, ScaleRule::kNvfp4Row, 1, 16},
+    Base{"e1m2/1x16", Elements::kE1m2, ScaleRule::kNvfp4, 1, 16},
+    Base{"e1m2/16x16", Elements::kE1m2, ScaleRule::kNvfp4, 16, 16},
+    Base{"e1m2/1x32", Elements::kE1m2, ScaleRule::kMx, 1, 32},
     Base{"mxfp8/1x32", Elements::kE4m3, ScaleRule::kMx, 1, 32},
     Base{"mxfp4/1x32", Elements::kE2m1, ScaleRule::kMx, 1, 32},
     Base{"nvfp4/1x16", Elements::kE2m1, ScaleRule::kNvfp4, 1, 16},
@@ -49,13 +52,16 @@ std::string base_names() {
 
 constexpr std::string_view kOfTensors = "nvfp4 block scales below a scale of the tensor";
 
-// A flag that rounds the scale, and the rules that it belongs to.
+// A flag that rounds the scale, and the rules that it belongs to. One that reads values is E2M1's.
 struct RoundingFlag {
   std::string_view name;
   ScaleRounding rounding;
   std::string_view of;  // the scales that it rounds
   std::array<ScaleRule, 2> rules;
-  constexpr bool rounds(ScaleRule rule) const { return rule == rules[0] || rule == rules[1]; }
+  constexpr bool rounds(Elements elements, ScaleRule rule) const {
+    return (rule == rules[0] || rule == rules[1]) &&
+           (elements == Elements::kE2m1 || !reads_values(rounding));
+  }
 };
 constexpr RoundingFlag of_one(std::string_view name, ScaleRounding rounding, ScaleRule rule,
                               std::string_view of) {
@@ -66,10 +72,13 @@ constexpr std::array kRoundingFlags = {
                  ScaleRounding::kExact,
                  "'/row', '/1x128' and '/128x128' scales of e4m3",
                  {ScaleRule::kRow, ScaleRule::kBlock}},
-    of_one("floor", ScaleRounding::kFloor, ScaleRule::kMx, "mxfp8 and mxfp4 scales"),
-    RoundingFlag{
-        "up", ScaleRounding::kUp, "nvfp4 block scales", {ScaleRule::kNvfp4, ScaleRule::kNvfp4Row}},
-    of_one("pow2", ScaleRounding::kPowerOfTwo, ScaleRule::kNvfp4, kOfTensors),
+    of_one("floor", ScaleRounding::kFloor, ScaleRule::kMx, "mxfp8, mxfp4 and e1m2/1x32 scales"),
+    RoundingFlag{"up",
+                 ScaleRounding::kUp,
+                 "nvfp4, e1m2/1x16 and e1m2/16x16 block scales",
+                 {ScaleRule::kNvfp4, ScaleRule::kNvfp4Row}},
+    of_one("pow2", ScaleRounding::kPowerOfTwo, ScaleRule::kNvfp4,
+           "nvfp4, e1m2/1x16 and e1m2/16x16 block scales below a scale of the tensor"),
     of_one("4over6", ScaleRounding::kFourOverSix, ScaleRule::kNvfp4, kOfTensors),
     of_one("eden", ScaleRounding::kEden, ScaleRule::kNvfp4, kOfTensors),
 };
@@ -106,7 +115,8 @@ void set_eden(Spec& spec, const Slice& at) {
 }
 
 void set_rounding(Spec& spec, const RoundingFlag& flag, const Slice& at) {
-  if (!flag.rounds(spec.rule)) at.fail("'+", flag.name, "' rounds ", flag.of, " only");
+  if (!flag.rounds(spec.elements, spec.rule))
+    at.fail("'+", flag.name, "' rounds ", flag.of, " only");
   if (spec.scale_rounding != ScaleRounding::kDefault)
     at.fail("the scale's rounding is given twice; expected one of ", rounding_flags());
   if (flag.rounding == ScaleRounding::kEden) set_eden(spec, at);
@@ -207,7 +217,7 @@ bool Spec::is_valid() const {
          (scale_rounding == ScaleRounding::kDefault ||
           is_one_of(kRoundingFlags,
                     [&](const RoundingFlag& flag) {
-                      return flag.rounding == scale_rounding && flag.rounds(rule);
+                      return flag.rounding == scale_rounding && flag.rounds(elements, rule);
                     })) &&
          (is_eden() ? stochastic && transform == kEdenPoints && !has_blocks_2d()
                     : transform == 0 || is_one_of(kTransforms,

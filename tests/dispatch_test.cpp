@@ -151,7 +151,7 @@ TEST_F(Dispatch, Fp4AsFp8) {
                          .rows = 1,
                          .cols = 16};
     EXPECT_ERROR(fp4_as_fp8({q, out.data(), row_scale.data()}),
-                 "expected E2M1 under powers of two");
+                 "expected 4-bit codes under powers of two");
   }
   const Quantized q = {
       .spec = Spec::parse("nvfp4+pow2"), .codes = codes, .scale = scale, .rows = 1, .cols = 16};

@@ -96,6 +96,10 @@ TEST(Spec, CanonicalTextsParseToThemselves) {
                            "nvfp4+4over6",
                            "nvfp4/16x16+4over6+sr+rht128",
                            "nvfp4+eden",
+                           "e1m2/1x16",
+                           "e1m2/1x16+pow2+sr+rht",
+                           "e1m2/16x16+up",
+                           "e1m2/1x32+floor+sr+rht128",
                            "e4m3/tensor+delayed",
                            "e5m2/tensor+delayed+sr",
                            "nvfp4+sr+rht32",
@@ -157,15 +161,23 @@ TEST(Spec, ErrorsNamePositionFindingAndChoice) {
   EXPECT_NE(error_of("").find("position 0"), std::string::npos);
   EXPECT_NE(error_of("nvfp4+delayed").find("position 6: '+delayed' needs tensor scaling"),
             std::string::npos);
-  EXPECT_NE(error_of("mxfp8+up").find("position 6: '+up' rounds nvfp4 block scales only"),
+  EXPECT_NE(error_of("mxfp8+up")
+                .find("position 6: '+up' rounds nvfp4, e1m2/1x16 and e1m2/16x16 block scales only"),
             std::string::npos);
   EXPECT_NE(error_of("mxfp8+exact")
                 .find("'+exact' rounds '/row', '/1x128' and '/128x128' scales of e4m3 only"),
             std::string::npos);
-  for (const char* flag : {"pow2", "4over6", "eden"})
-    EXPECT_NE(error_of(std::string("nvfp4/row+") + flag)
-                  .find("rounds nvfp4 block scales below a scale of the tensor only"),
-              std::string::npos);
+  EXPECT_NE(
+      error_of("nvfp4/row+pow2")
+          .find("'+pow2' rounds nvfp4, e1m2/1x16 and e1m2/16x16 block scales below a scale of "
+                "the tensor only"),
+      std::string::npos);
+  for (const char* flag : {"4over6", "eden"})
+    for (const char* base : {"nvfp4/row+", "e1m2/1x16+", "e1m2/16x16+"})
+      EXPECT_NE(error_of(std::string(base) + flag)
+                    .find("rounds nvfp4 block scales below a scale of the tensor only"),
+                std::string::npos)
+          << base << flag;
   EXPECT_NE(error_of("nvfp4+floor").find("'+floor'"), std::string::npos);
   EXPECT_NE(error_of("bf16+sr").find("takes no flag"), std::string::npos);
 }

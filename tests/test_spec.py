@@ -25,6 +25,9 @@ BASES = {
     "nvfp4": ("e2m1", "nvfp4", 4, (1, 16), torch.float8_e4m3fn, "tensor"),
     "nvfp4/16x16": ("e2m1", "nvfp4", 4, (16, 16), torch.float8_e4m3fn, "tensor"),
     "nvfp4/row": ("e2m1", "nvfp4", 4, (1, 16), torch.float8_e4m3fn, "row"),
+    "e1m2/1x16": ("e1m2", "nvfp4", 4, (1, 16), torch.float8_e4m3fn, "tensor"),
+    "e1m2/16x16": ("e1m2", "nvfp4", 4, (16, 16), torch.float8_e4m3fn, "tensor"),
+    "e1m2/1x32": ("e1m2", "mx", 4, (1, 32), torch.float8_e8m0fnu, ""),
 }
 # rule, or spec: its flags, of which a spec has at most one
 OWN_FLAGS = {
@@ -35,6 +38,8 @@ OWN_FLAGS = {
     "mx": ["+floor"],
     "nvfp4": ["+up", "+pow2", "+4over6"],
     "nvfp4/row": ["+up"],
+    "e1m2/1x16": ["+up", "+pow2"],
+    "e1m2/16x16": ["+up", "+pow2"],
 }
 EDEN = "nvfp4+eden"  # alone: stochastic, and transformed over 128 points
 TRANSFORMS = {"": 0, "+rht": 16, "+rht32": 32, "+rht64": 64, "+rht128": 128}
@@ -44,6 +49,9 @@ CUT = {
     "nvfp4/16x16": 4 + 1 / 32,
     "mxfp8": 8.25,
     "mxfp4": 4.25,
+    "e1m2/1x16": 4 + 0.5,
+    "e1m2/16x16": 4 + 1 / 32,
+    "e1m2/1x32": 4.25,
 }
 
 
@@ -73,11 +81,11 @@ def test_answers_against_the_table(base):
         assert (spec.amax_of, spec.transform) == (amax_of, TRANSFORMS[rht])
         assert spec.is_stochastic == (rounding == "+sr")
         assert spec.is_delayed == (own == "+delayed")
-        is_pow2 = base == "mxfp4" or own == "+pow2"
+        is_pow2 = base in ("mxfp4", "e1m2/1x32") or own == "+pow2"
         assert spec.is_fp4_by_powers_of_two == is_pow2
         assert spec.is_bf16 == (base == "bf16")
         assert spec.has_blocks == (block != (0, 0))
-        is_2d = base in ("e4m3/128x128", "mxfp8/32x32", "nvfp4/16x16")
+        is_2d = base in ("e4m3/128x128", "mxfp8/32x32", "nvfp4/16x16", "e1m2/16x16")
         is_whole = is_2d or base in ("bf16", "e4m3/tensor", "e5m2/tensor")
         assert spec.transposes_exactly == (is_whole and rht == "")
         if base in CUT:
@@ -144,7 +152,7 @@ def test_eden():
 
 
 def test_specs_that_cast_rows_alone():
-    alone = {"e4m3/row", "e4m3/1x128", "mxfp8", "mxfp4+rht", "nvfp4/row"}
+    alone = {"e4m3/row", "e4m3/1x128", "mxfp8", "mxfp4+rht", "nvfp4/row", "e1m2/1x32"}
     others = {"bf16", "e4m3/tensor", "nvfp4", "mxfp4+sr", "e4m3/row+sr", "mxfp8/32x32"}
     assert {text for text in alone | others if Spec.parse(text).casts_rows_alone} == alone
 

@@ -4,7 +4,7 @@
 // (R, C) is read (C, R), and codes, scales and positions are those of that matrix. The buffers'
 // shapes, for an operand read (rows, cols), with a leading batch:
 //
-//     codes     (rows, spec.code_cols(cols)) bytes; E2M1: two a byte, the even column in the low
+//     codes     (rows, spec.code_cols(cols)) bytes; 4-bit: two a byte, the even column in the low
 //               nibble
 //     scale     fp32: () or (rows) or (block rows, block cols)
 //               E8M0, E4M3: (block rows, block cols) bytes; Operand::swizzled: in core/swizzle.h's
@@ -71,8 +71,8 @@ struct Operand {
   // The bytes from a row's codes to the next row's, and from its scales to the next row's, of one
   // rowwise matrix with blocks of one row; 0: rows follow each other without gaps.
   std::int64_t row_bytes = 0;
-  // Whether E2M1 under powers of two is written as fp4_as_fp8 would convert it: `codes` are E4M3,
-  // (rows, padded_cols), and `scale` is the fp32 row scales. Then nothing is decoded.
+  // Whether 4-bit codes under powers of two are written as fp4_as_fp8 would convert them: `codes`
+  // are E4M3, (rows, padded_cols), and `scale` is the fp32 row scales. Then nothing is decoded.
   bool as_fp8 = false;
   // Whether one-byte scales of blocks are written as swizzle_scales would lay them out, with its
   // zeros: (batch, swizzled_size(rows, block columns)) bytes, those of 2D blocks once for each row.
@@ -137,7 +137,7 @@ void tensor_factor(const Quantized& operand, float* out, const Execution& execut
 void product_factor(const Quantized& a, const Quantized& b, float* out,
                     const Execution& execution = {});
 
-// An E2M1 operand whose block scales are powers of two (mxfp4; nvfp4+pow2), and the memory of its
+// A 4-bit operand whose block scales are powers of two (mxfp4; nvfp4+pow2), and the memory of its
 // E4M3 codes under one fp32 scale a row.
 struct Fp4AsFp8Cast {
   Quantized operand;

@@ -12,6 +12,8 @@
 //     nvfp4  nvfp4/16x16                       E4M3 a block and fp32 a tensor; +up, +pow2: block
 //                                              scale rounded up; +4over6: of two block scales,
 //                                              the one with the smaller error
+//     e1m2/1x16  e1m2/16x16                    nvfp4's rule for a uniform grid; +up, +pow2
+//     e1m2/1x32                                mxfp4's rule for a uniform grid; +floor
 //     nvfp4/row                                E4M3 a block and fp32 a row; +up
 //     nvfp4+eden                               block scales that correct the codes' error, rounded
 //                                              stochastically, after an RHT of 128 points with new
@@ -35,14 +37,15 @@
 
 namespace minifloat {
 
-enum class Elements : std::uint8_t { kBf16, kE4m3, kE5m2, kE2m1 };
+enum class Elements : std::uint8_t { kBf16, kE4m3, kE5m2, kE2m1, kE1m2 };
 inline constexpr std::array kAllElements = {Elements::kBf16, Elements::kE4m3, Elements::kE5m2,
-                                            Elements::kE2m1};
+                                            Elements::kE2m1, Elements::kE1m2};
 
 // Return the value of a format's table. A format without its own function does not compile.
 constexpr Elements elements_of(E4M3) { return Elements::kE4m3; }
 constexpr Elements elements_of(E5M2) { return Elements::kE5m2; }
 constexpr Elements elements_of(E2M1) { return Elements::kE2m1; }
+constexpr Elements elements_of(E1M2) { return Elements::kE1m2; }
 
 // Returns the bits of a code; 8 for bf16, which has none.
 constexpr int code_bits_of(Elements elements) {
@@ -50,6 +53,7 @@ constexpr int code_bits_of(Elements elements) {
     case Elements::kE4m3: return E4M3::kBits;
     case Elements::kE5m2: return E5M2::kBits;
     case Elements::kE2m1: return E2M1::kBits;
+    case Elements::kE1m2: return E1M2::kBits;
     case Elements::kBf16: break;
   }
   return 8;
@@ -83,10 +87,10 @@ struct Spec {
   bool is_of_forward() const { return of_forward != ForwardOperand::kNone; }
   bool is_fp8() const { return elements == Elements::kE4m3 || elements == Elements::kE5m2; }
   int code_bits() const { return code_bits_of(elements); }
-  // Returns whether the spec is E2M1 under block scales 2^k, whose values E4M3 codes can hold
-  // (core/fp4_as_fp8.h).
+  // Returns whether codes of 4 bits are under block scales 2^k, so that E4M3 codes can hold their
+  // values (core/fp4_as_fp8.h).
   bool is_fp4_by_powers_of_two() const {
-    return elements == Elements::kE2m1 &&
+    return code_bits() == 4 &&
            (rule == ScaleRule::kMx || scale_rounding == ScaleRounding::kPowerOfTwo);
   }
   bool has_tensor_amax() const { return outer_scale(rule) == OuterScale::kTensor; }

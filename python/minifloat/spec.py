@@ -37,7 +37,7 @@ class Spec:
     """
 
     text: str  # canonical
-    elements: str  # "bf16", "e4m3", "e5m2" or "e2m1"
+    elements: str  # "bf16", "e4m3", "e5m2", "e2m1" or "e1m2"
     rule: str  # the scale rule: "none", "tensor", "row", "block", "mx" or "nvfp4"
     scale_dtype: torch.dtype  # of Quantized.scale; the operators return one-byte scales as uint8
     amax_of: str  # "tensor" or "row" (as read): what has an amax; "": only blocks

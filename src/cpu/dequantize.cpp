@@ -192,9 +192,10 @@ void tensor_factor(const Quantized& operand, float* out, const Execution&) {
     if (spec.rule == ScaleRule::kTensor)
       out[e] = static_cast<const float*>(operand.scale)[e];
     else if (spec.has_outer_amax())
-      out[e] =
-          scale_of_tensor<E2M1>(spec.rule, spec.scale_rounding, magnitude_bits(operand.amax[e]))
-              .scale;
+      with_format(spec.elements, [&]<class F>(F) {
+        out[e] = scale_of_tensor<F>(spec.rule, spec.scale_rounding, magnitude_bits(operand.amax[e]))
+                     .scale;
+      });
     else
       out[e] = 1.0f;
   }

@@ -148,18 +148,18 @@ struct EncodeTile {
     TileBlocks blocks(spec, args.range->rows);
     if (spec.has_blocks()) {
       block_amax(args.tile, args.range->rows, blocks);
-      if constexpr (F::kBits == 4)
+      if constexpr (kHasRulesOfValues<F>)
         if (has_two_scales(spec.scale_rounding))
           choose_scales<F>(plan, *args.range, args.tile, blocks);
       block_scales<F>(plan, *args.range, blocks);
-      if constexpr (F::kBits == 4)
+      if constexpr (kHasRulesOfValues<F>)
         if (spec.is_eden()) correct_scales<F>(plan, *args.range, args.tile, blocks);
       store_scales(plan, *args.range, blocks);
     } else {
       fixed_scales(plan, *args.range, blocks);
     }
     note_exceptions(spec, blocks);
-    // E2M1 has blocks of 16 or 32, FP8 of 32 or a whole tile row.
+    // 4-bit formats have blocks of 16 or 32, FP8 of 32 or a whole tile row.
     constexpr int kNarrow = F::kBits == 4 ? 16 : 32, kWide = F::kBits == 4 ? 32 : kTileCols;
     if (blocks.cols == kTileCols / kNarrow)
       encode_rows<kNarrow>(args, blocks);

@@ -1,6 +1,6 @@
-// All 2^32 floats: nearest rounding to E4M3, E5M2 and E2M1, and stochastic rounding with one random
-// word a float, against the oracle, on all cores. Minutes; built and run by the target `exhaustive`
-// only.
+// All 2^32 floats: nearest rounding to E4M3, E5M2, E2M1 and E1M2, and stochastic rounding with one
+// random word a float, against the oracle, on all cores. Minutes; built and run by the target
+// `exhaustive` only.
 #include <thread>
 #include <vector>
 

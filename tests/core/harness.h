@@ -28,6 +28,10 @@ template <>
 struct OracleOf<E2M1> {
   static constexpr oracle::Format kFormat = oracle::kE2M1;
 };
+template <>
+struct OracleOf<E1M2> {
+  static constexpr oracle::Format kFormat = oracle::kE1M2;
+};
 
 template <class F>
 const oracle::Grid& grid() {
@@ -35,7 +39,8 @@ const oracle::Grid& grid() {
   return g;
 }
 
-using ElementFormats = ::testing::Types<E4M3, E5M2, E2M1>;
+using ElementFormats = ::testing::Types<E4M3, E5M2, E2M1, E1M2>;
+using FourBitFormats = ::testing::Types<E2M1, E1M2>;
 struct FormatName {
   template <class F>
   static std::string GetName(int) {

@@ -20,19 +20,20 @@ struct Format {
   unsigned max_code;  // of the largest finite magnitude
   unsigned nan_code;  // the code of NaN
   bool saturates;     // past the largest: that, and not max_code + 1, which is infinity
+  int bias;           // of the exponent
 };
-inline constexpr Format kE4M3{"e4m3", 4, 3, 0x7E, 0x7F, true};
-inline constexpr Format kE5M2{"e5m2", 5, 2, 0x7B, 0x7F, true};
-inline constexpr Format kE2M1{"e2m1", 2, 1, 0x7, 0x7, true};
-inline constexpr Format kBf16{"bf16", 8, 7, 0x7F7F, 0x7FC0, false};
+inline constexpr Format kE4M3{"e4m3", 4, 3, 0x7E, 0x7F, true, 7};
+inline constexpr Format kE5M2{"e5m2", 5, 2, 0x7B, 0x7F, true, 15};
+inline constexpr Format kE2M1{"e2m1", 2, 1, 0x7, 0x7, true, 1};
+inline constexpr Format kE1M2{"e1m2", 1, 2, 0x7, 0x7, true, 1};
+inline constexpr Format kBf16{"bf16", 8, 7, 0x7F7F, 0x7FC0, false, 127};
 
 // Returns the value of a magnitude code as if no exponent were special.
 inline double value(const Format& f, unsigned code) {
-  const int bias = static_cast<int>(std::exp2(f.exponent_bits - 1)) - 1;
   const int exponent = static_cast<int>(code / std::exp2(f.mantissa_bits));
   const double fraction = std::fmod(code, std::exp2(f.mantissa_bits)) / std::exp2(f.mantissa_bits);
-  return exponent == 0 ? fraction * std::exp2(1 - bias)
-                       : (1 + fraction) * std::exp2(exponent - bias);
+  return exponent == 0 ? fraction * std::exp2(1 - f.bias)
+                       : (1 + fraction) * std::exp2(exponent - f.bias);
 }
 
 inline double max_value(const Format& f) { return value(f, f.max_code); }

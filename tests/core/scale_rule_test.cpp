@@ -77,16 +77,21 @@ std::vector<std::pair<std::uint32_t, ScaleRule>> of_tensors_and_rows() {
   return all;
 }
 
-TEST(RuleOfNvfp4, ScalesInTwoLevels) {
+template <class F>
+class RuleOfNvfp4 : public ::testing::Test {};
+TYPED_TEST_SUITE(RuleOfNvfp4, FourBitFormats, FormatName);
+
+TYPED_TEST(RuleOfNvfp4, ScalesInTwoLevels) {
+  using F = TypeParam;
   for (const auto& [rounding, want] : {std::pair{kDefault, Nvfp4Rounding::kNearest},
                                        {ScaleRounding::kUp, Nvfp4Rounding::kUp},
                                        {ScaleRounding::kPowerOfTwo, Nvfp4Rounding::kPowerOfTwo}})
     for (const auto& [amax, rule] : of_tensors_and_rows()) {
-      const TensorScale tensor = scale_of_tensor<E2M1>(rule, rounding, amax);
-      const Nvfp4Tensor level = nvfp4_tensor(amax, want);
+      const TensorScale tensor = scale_of_tensor<F>(rule, rounding, amax);
+      const Nvfp4Tensor level = nvfp4_tensor<F>(amax, want);
       expect_same({tensor.encode, tensor.scale}, {level.encode, level.scale});
       for (const std::uint32_t of_block : {amax, amax / 2, 0u}) {
-        const BlockScale block = scale_of_block<E2M1>(rule, rounding, tensor, of_block);
+        const BlockScale block = scale_of_block<F>(rule, rounding, tensor, of_block);
         EXPECT_EQ(block.code, nvfp4_block_scale(of_block, level.block_encode, want));
         expect_same(block.encode, nvfp4_encode_factor(block.code, level.scale));
         EXPECT_EQ(has_zero_codes(rule, block.code), block.code == 0);

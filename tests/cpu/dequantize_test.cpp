@@ -100,7 +100,9 @@ TEST(Dequantize, TensorFactorIsThePendingFactor) {
       float want = 1;
       if (request.spec.rule == ScaleRule::kTensor) want = out.fp32_scale(e);
       if (request.spec.has_outer_amax())
-        want = oracle::nvfp4_tensor(out.amax[e], request.spec.scale_rounding).scale;
+        want = oracle::nvfp4_tensor(oracle::grid(request.spec.elements).format(), out.amax[e],
+                                    request.spec.scale_rounding)
+                   .scale;
       EXPECT_EQ(factor[e], want) << text;
     }
   }

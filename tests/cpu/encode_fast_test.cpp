@@ -12,7 +12,7 @@ namespace {
 
 template <class F>
 class EncodeFast : public testing::Test {};
-using Formats = testing::Types<E4M3, E5M2, E2M1>;
+using Formats = testing::Types<E4M3, E5M2, E2M1, E1M2>;
 TYPED_TEST_SUITE(EncodeFast, Formats);
 
 TYPED_TEST(EncodeFast, EveryBf16AndAStrideThroughAllFloats) {

@@ -30,6 +30,7 @@ std::uint64_t count_different() {
 TEST(ExhaustiveEncodeFast, E4M3) { EXPECT_EQ(count_different<E4M3>(), 0u); }
 TEST(ExhaustiveEncodeFast, E5M2) { EXPECT_EQ(count_different<E5M2>(), 0u); }
 TEST(ExhaustiveEncodeFast, E2M1) { EXPECT_EQ(count_different<E2M1>(), 0u); }
+TEST(ExhaustiveEncodeFast, E1M2) { EXPECT_EQ(count_different<E1M2>(), 0u); }
 
 }  // namespace
 }  // namespace minifloat

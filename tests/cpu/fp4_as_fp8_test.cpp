@@ -26,6 +26,14 @@ bool is_nan_scale(const Spec& spec, unsigned scale) {
   return scale == (spec.rule == ScaleRule::kMx ? 0xFFu : 0x7Fu);
 }
 
+// The exponent T of a format's codes as FP8, and the least K of a row.
+struct OfFormat {
+  int top, least;
+};
+OfFormat of_format(const Spec& spec) {
+  return spec.elements == Elements::kE1m2 ? OfFormat{8, -118} : OfFormat{6, -120};
+}
+
 struct Fp8Rows {
   Guarded<std::uint8_t> codes;
   Guarded<float> row_scale;
@@ -60,9 +68,9 @@ void expect_as_worked_out(const std::string& text, const Matrix& x) {
     int largest = kNone;
     for (std::int64_t c = 0; c < padded; ++c)
       largest = std::max(largest, exponent_of(spec, scale_of(c)));
-    const int top = largest == kNone ? 0 : std::max(largest, -120);
-    const float want_scale =
-        oracle::fl32(std::ldexp(double{tensor_scale[static_cast<std::size_t>(e)]}, top - 6));
+    const int top = largest == kNone ? 0 : std::max(largest, of_format(spec).least);
+    const float want_scale = oracle::fl32(
+        std::ldexp(double{tensor_scale[static_cast<std::size_t>(e)]}, top - of_format(spec).top));
     ASSERT_TRUE(same_float(got.row_scale[static_cast<std::size_t>(row)], want_scale))
         << text << ", row " << row;
     for (std::int64_t c = 0; c < padded; ++c) {
@@ -70,8 +78,9 @@ void expect_as_worked_out(const std::string& text, const Matrix& x) {
           out.codes[static_cast<std::size_t>(row * spec.code_cols(shape.cols) + c / 2)];
       const unsigned code = c % 2 ? pair >> 4 : pair & 0xF, scale = scale_of(c);
       const int k = exponent_of(spec, scale);
-      const double magnitude =
-          k == kNone ? 0 : std::ldexp(oracle::grid(Elements::kE2m1)[code & 7], k - top + 6);
+      const double magnitude = k == kNone ? 0
+                                          : std::ldexp(oracle::grid(spec.elements)[code & 7],
+                                                       k - top + of_format(spec).top);
       const unsigned want = is_nan_scale(spec, scale)
                                 ? 0x7F
                                 : (code & 8) << 4 | e4m3().nearest(static_cast<float>(magnitude));
@@ -83,7 +92,8 @@ void expect_as_worked_out(const std::string& text, const Matrix& x) {
 
 TEST(Fp4AsFp8, RowsFactorsAndCodes) {
   for (const char* text : {"mxfp4", "mxfp4+floor", "mxfp4+sr+rht", "mxfp4+rht32", "nvfp4+pow2",
-                           "nvfp4/16x16+pow2", "nvfp4+pow2+sr+rht"})
+                           "nvfp4/16x16+pow2", "nvfp4+pow2+sr+rht", "e1m2/1x32", "e1m2/1x32+sr+rht",
+                           "e1m2/1x16+pow2", "e1m2/16x16+pow2", "e1m2/1x16+pow2+sr+rht"})
     for (const Shape& shape :
          {Shape{1, 1, 1}, Shape{1, 33, 161}, Shape{2, 17, 48}, Shape{1, 64, 256}})
       for (const Kind kind : {Kind::kModerate, Kind::kWide, Kind::kSpecial})
@@ -93,7 +103,7 @@ TEST(Fp4AsFp8, RowsFactorsAndCodes) {
 TEST(Fp4AsFp8, ZeroAndTinyRows) {
   const Shape shape{1, 2, 64};
   for (const float value : {0.0f, 0x1p-149f, 0x1p-126f, 0x1p-120f, kInfinity, kNan})
-    for (const char* text : {"mxfp4", "nvfp4+pow2"})
+    for (const char* text : {"mxfp4", "nvfp4+pow2", "e1m2/1x32", "e1m2/1x16+pow2"})
       expect_as_worked_out(text, Matrix(shape, DType::kFloat32, std::vector<float>(128, value)));
 }
 
@@ -133,8 +143,9 @@ void expect_cast_as_converted(const std::string& text, const Matrix& x, bool col
 }
 
 TEST(Fp4AsFp8, CastsWriteConvertedCodes) {
-  for (const char* text : {"mxfp4", "mxfp4+sr+rht", "nvfp4+pow2", "nvfp4/16x16+pow2",
-                           "nvfp4+pow2+sr", "nvfp4+pow2+sr+rht"})
+  for (const char* text :
+       {"mxfp4", "mxfp4+sr+rht", "nvfp4+pow2", "nvfp4/16x16+pow2", "nvfp4+pow2+sr",
+        "nvfp4+pow2+sr+rht", "e1m2/1x32+sr+rht", "e1m2/16x16+pow2", "e1m2/1x16+pow2+sr+rht"})
     for (const Shape& shape : {Shape{1, 1, 1}, Shape{1, 33, 161}, Shape{2, 17, 48}})
       for (const Kind kind : {Kind::kModerate, Kind::kWide, Kind::kSpecial})
         for (const bool columnwise : {false, true})
@@ -143,7 +154,7 @@ TEST(Fp4AsFp8, CastsWriteConvertedCodes) {
 
 TEST(Fp4AsFp8, CastsOfOtherSpecsThrow) {
   const Matrix x(Shape{1, 2, 32}, DType::kFloat32, Kind::kModerate);
-  for (const char* text : {"nvfp4", "mxfp8", "e4m3/row"}) {
+  for (const char* text : {"nvfp4", "e1m2/1x16", "mxfp8", "e4m3/row"}) {
     const Request request{.spec = Spec::parse(text)};
     Outputs out = quantized(x.ref(), request, false);
     Operand to = operand_of(request, out);
@@ -161,7 +172,7 @@ TEST(Fp4AsFp8, CastsOfOtherSpecsThrow) {
 TEST(Fp4AsFp8, KeepsTheValuesOfModerateData) {
   const Shape shape{1, 48, 192};
   const Matrix x(shape, DType::kFloat32, Kind::kModerate);
-  for (const char* text : {"mxfp4", "nvfp4/16x16+pow2"}) {
+  for (const char* text : {"mxfp4", "nvfp4/16x16+pow2", "e1m2/1x16+pow2"}) {
     const Request request{.spec = Spec::parse(text)};
     const Outputs out = quantized(x.ref(), request, false);
     const Quantized q = {.spec = request.spec,

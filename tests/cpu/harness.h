@@ -295,7 +295,7 @@ class Difference {
         expect(got.scale[at] == want.scale[i], "scale code", e, i, want.scale[i], got.scale[at]);
     }
     const auto cols = static_cast<std::size_t>(want.cols);
-    const bool nibbles = spec.elements == Elements::kE2m1;
+    const bool nibbles = spec.code_bits() == 4;
     const std::size_t pitch = nibbles ? (cols + 1) / 2 : cols;
     for (std::size_t i = 0; i < want.codes.size(); ++i) {
       const std::size_t row = per(static_cast<std::size_t>(want.rows)) + i / cols, c = i % cols;

@@ -19,11 +19,12 @@ inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
 // ---- Parts --------------------------------------------------------------------------------------
 inline const Grid& grid(minifloat::Elements elements) {
-  static const Grid e4m3(kE4M3), e5m2(kE5M2), e2m1(kE2M1), bf16(kBf16);
+  static const Grid e4m3(kE4M3), e5m2(kE5M2), e2m1(kE2M1), e1m2(kE1M2), bf16(kBf16);
   switch (elements) {
     case minifloat::Elements::kE4m3: return e4m3;
     case minifloat::Elements::kE5m2: return e5m2;
     case minifloat::Elements::kE2m1: return e2m1;
+    case minifloat::Elements::kE1m2: return e1m2;
     case minifloat::Elements::kBf16: break;
   }
   return bf16;
@@ -114,7 +115,7 @@ inline unsigned mx_code(const Format& f, float amax, bool floor) {
   if (amax == 0) return 0;
   if (floor) return static_cast<unsigned>(std::max(std::ilogb(amax) - max_exponent(f) + 127, 0));
   unsigned code = 0;
-  while (amax / std::ldexp(1.0, static_cast<int>(code) - 127) > max_value(f)) ++code;
+  while (code < 254 && amax / std::ldexp(1.0, static_cast<int>(code) - 127) > max_value(f)) ++code;
   return code;
 }
 inline double mx_value(unsigned code) {
@@ -126,21 +127,23 @@ struct Nvfp4 {
   float encode;  // S
   float scale;   // fl32(1 / S)
 };
-inline Nvfp4 nvfp4_tensor(float amax, minifloat::ScaleRounding rounding) {
+inline Nvfp4 nvfp4_tensor(const Format& f, float amax, minifloat::ScaleRounding rounding) {
   if (!std::isfinite(amax)) return {kNan, kNan};
   const bool is_below = rounding == minifloat::ScaleRounding::kPowerOfTwo ||
                         rounding == minifloat::ScaleRounding::kFourOverSix;
-  double top = is_below ? 6.0 * 256 : 6.0 * 448;
+  double top = max_value(f) * (is_below ? 256 : 448);
   if (rounding == minifloat::ScaleRounding::kEden) top = 256 * kEdenLargest;
   const float s = amax == 0 ? 1 : fl32(std::min(top / amax, kFloatMax));
   return {s, fl32(1 / double{s})};
 }
 
-inline unsigned nvfp4_code(float amax, const Nvfp4& tensor, minifloat::ScaleRounding rounding) {
+inline unsigned nvfp4_code(const Format& f, float amax, const Nvfp4& tensor,
+                           minifloat::ScaleRounding rounding) {
   const Grid& e4m3 = grid(minifloat::Elements::kE4m3);
   if (!std::isfinite(amax) || std::isnan(tensor.encode)) return kE4M3.nan_code;
   const bool is_eden = rounding == minifloat::ScaleRounding::kEden;
-  const float per_amax = fl32(double{tensor.encode} * fl32(1 / (is_eden ? kEdenLargest : 6.0)));
+  const float per_amax =
+      fl32(double{tensor.encode} * fl32(1 / (is_eden ? kEdenLargest : max_value(f))));
   const double product = double{amax} * per_amax;
   const float v = product > kFloatMax ? static_cast<float>(kFloatMax) : fl32(product);
   if (rounding == minifloat::ScaleRounding::kDefault || is_eden) return e4m3.nearest(v);
@@ -286,10 +289,11 @@ class Quantizer {
       encode = static_cast<float>(1 / scale);
       out_.scale.push_back(code);
     } else if (spec_.rule == ScaleRule::kNvfp4 || spec_.rule == ScaleRule::kNvfp4Row) {
-      const Nvfp4 tensor = nvfp4_tensor(deciding_amax(r, amax), spec_.scale_rounding);
+      const Nvfp4 tensor =
+          nvfp4_tensor(grid_.format(), deciding_amax(r, amax), spec_.scale_rounding);
       unsigned code = spec_.scale_rounding == minifloat::ScaleRounding::kFourOverSix
                           ? nearer_of_two(r, c, amax, tensor)
-                          : nvfp4_code(amax, tensor, spec_.scale_rounding);
+                          : nvfp4_code(grid_.format(), amax, tensor, spec_.scale_rounding);
       encode = nvfp4_factor(code, tensor);
       if (spec_.is_eden()) code = corrected(r, c, code, tensor);
       const double s = code == kE4M3.nan_code ? double{kNan} : value(kE4M3, code);
@@ -324,8 +328,8 @@ class Quantizer {
     float squares[8], products[8];
     for (std::int64_t b = 0; b < 8; ++b) {
       const std::int64_t c = first + 16 * b;
-      const unsigned code =
-          nvfp4_code(block_amax(r, c, 1, 16), tensor, minifloat::ScaleRounding::kEden);
+      const unsigned code = nvfp4_code(grid_.format(), block_amax(r, c, 1, 16), tensor,
+                                       minifloat::ScaleRounding::kEden);
       const float encode = nvfp4_factor(code, tensor), in_64ths = fl32(encode / 64.0);
       const double s = code == kE4M3.nan_code ? double{kNan} : value(kE4M3, code);
       float square = 0, product = 0;
@@ -392,7 +396,7 @@ class Quantizer {
     const PhiloxBlock block =
         philox(static_cast<std::uint32_t>(col / 16), static_cast<std::uint32_t>(row),
                settings_.stream, settings_.key);
-    const int format_bits = spec_.elements == minifloat::Elements::kE2m1 ? 4 : 8;
+    const int format_bits = 1 + grid_.format().exponent_bits + grid_.format().mantissa_bits;
     return grid_.stochastic(
         scaled, cvt_rs_bits(format_bits, block.word[col % 16 / 4], static_cast<int>(col % 4)));
   }

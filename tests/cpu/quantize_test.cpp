@@ -42,7 +42,15 @@ const std::vector<std::string>& bases() {
                                                "e4m3/1x128+exact",
                                                "e4m3/128x128+exact",
                                                "nvfp4/row",
-                                               "nvfp4/row+up"};
+                                               "nvfp4/row+up",
+                                               "e1m2/1x16",
+                                               "e1m2/1x16+up",
+                                               "e1m2/1x16+pow2",
+                                               "e1m2/16x16",
+                                               "e1m2/16x16+up",
+                                               "e1m2/16x16+pow2",
+                                               "e1m2/1x32",
+                                               "e1m2/1x32+floor"};
   return all;
 }
 

@@ -86,6 +86,8 @@ TEST(Targets, EveryVectorUnitGivesTheSameBytes) {
   for (const char* spec :
        {"nvfp4+sr", "nvfp4+sr+rht32", "nvfp4+4over6+sr", "mxfp4+sr", "nvfp4+eden"})
     expect_alike<E2M1>(spec);
+  for (const char* spec : {"e1m2/1x16+rht", "e1m2/16x16+pow2", "e1m2/1x32+sr+rht"})
+    expect_alike<E1M2>(spec);
   for (const char* spec : {"mxfp8", "mxfp8/32x32+rht64", "e4m3/1x128", "e4m3/128x128"})
     expect_alike<E4M3>(spec);
   expect_alike<E5M2>("mxfp8/e5m2+sr");

@@ -6,13 +6,14 @@ A line has a digest of what is equal on every device bit for bit, and sums of th
                 are exact in fp32, in any order
     y=, w=, …   weighted sums of other results, a name for all steps (inputs.weighted_sum)
 
-A product's sums are exact where its operands have no transform, and where both of them are
-inputs of the case: integers with one amax in each block (inputs.planted). That amax makes each
-scale a power of two: 28 = 448 / 2^4 for FP8, 84 = 2688 / 2^5 for NVFP4, 24 = 1536 / 2^6 where
-NVFP4's tensor scale is of 1536. So the hidden tensor of a feed-forward, and each cast in it, is
-exact too; products that read it are compared by sums. SiLU and GELU of the ops are exact by
-contract (docs/numerics.md, sections 11 and 12). torch's SiLU is not: the shared experts of mf.MoE
-call it, and their results are sums. Recipes whose amaxes would show it have no shared experts.
+A product's sums are exact where its operands have no transform, and where both of them are inputs
+of the case: integers with one amax in each block (inputs.planted). That amax makes each scale a
+power of two: 28 = 448 / 2^4 for FP8, 84 = 2688 / 2^5 for NVFP4, 24 = 1536 / 2^6 where NVFP4's
+tensor scale is of 1536; of E1M2 28 under MX, 49 = 784 / 2^4 and, of 448, 28. So the hidden tensor
+of a feed-forward, and each cast in it, is exact too; products that read it are compared by sums.
+SiLU and GELU of the ops are exact by contract (docs/numerics.md, sections 11 and 12). torch's SiLU
+is not: the shared experts of mf.MoE call it, and their results are sums. Recipes whose amaxes would
+show it have no shared experts.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def every_spec() -> dict[str, str]:
 
 
 def amax_of(recipe: str) -> float:
+    if "e1m2/1x16" in recipe or "e1m2/16x16" in recipe:
+        return 28.0 if "pow2" in recipe else 49.0
     if "nvfp4" not in recipe:
         return 28.0
     return 24.0 if "pow2" in recipe or "4over6" in recipe else 84.0

@@ -29,26 +29,28 @@ def test_every_float_to_fp8(cuda, spec):
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_every_float_up_to_6_to_e2m1(cuda, sign):
-    """Encodes blocks of 31 floats and one 6, whose scale is 1."""
-    end = int(torch.tensor(6.0).view(torch.int32)) + 1
+@pytest.mark.parametrize(("spec", "largest"), [("mxfp4", 6.0), ("e1m2/1x32", 1.75)])
+def test_every_float_of_a_block_to_4_bits(cuda, spec, largest, sign):
+    """Encodes blocks of 31 floats and one of the format's largest value, whose scale is 1."""
+    end = int(torch.tensor(largest).view(torch.int32)) + 1
     step = 31 * 2**21
     for first in range(0, end, step):
         x = torch.zeros(step // 31, 32)
-        x[:, 31] = 6.0
+        x[:, 31] = largest
         part = floats(first, min(first + step, end))
         padded = torch.zeros(step)
         padded[: part.numel()] = sign * part
         x[:, :31] = padded.view(-1, 31)
         x = x.view(-1, 4096)
-        want = ops.quantize(x, "mxfp4", "")[0]
-        got = ops.quantize(x.to(cuda), "mxfp4", "")[0]
-        require_same(got, want, f"mxfp4, {sign:+} floats from {first:#x}")
+        want = ops.quantize(x, spec, "")[0]
+        got = ops.quantize(x.to(cuda), spec, "")[0]
+        require_same(got, want, f"{spec}, {sign:+} floats from {first:#x}")
 
 
 BLOCKS = [
     *("mxfp8", "mxfp8+floor", "mxfp8/e5m2", "mxfp4", "e4m3/1x128", "e4m3/1x128+exact"),
-    *("nvfp4", "nvfp4+up", "nvfp4+pow2", "nvfp4+4over6"),
+    *("nvfp4", "nvfp4+up", "nvfp4+pow2", "nvfp4+4over6", "e1m2/1x32", "e1m2/1x32+floor"),
+    *("e1m2/1x16", "e1m2/1x16+up", "e1m2/1x16+pow2"),
 ]
 
 
@@ -56,13 +58,14 @@ BLOCKS = [
 @pytest.mark.parametrize("spec", BLOCKS)
 def test_every_amax_of_a_block(cuda, spec, dtype):
     """Encodes an element a block: bfloat16 magnitudes, and fp32 mantissas at six exponents."""
-    block = 128 if "128" in spec else 16 if spec.startswith("nvfp4") else 32
+    is_of_tensor = spec.startswith(("nvfp4", "e1m2/1x16"))
+    block = 128 if "128" in spec else 16 if is_of_tensor else 32
     if dtype == torch.bfloat16:
         amaxes = torch.arange(0, 0x8000, dtype=torch.int32).to(torch.int16).view(dtype)
     else:
         exponents = [0, 1, 64, 127, 128, 254]
         amaxes = torch.cat([floats(e << 23, (e + 1) << 23) for e in exponents])
-    for given in (None, 1.0, 1e-30, 3e38) if spec.startswith("nvfp4") else (None,):
+    for given in (None, 1.0, 1e-30, 3e38) if is_of_tensor else (None,):
         for part in amaxes.split(2**22):
             x = torch.zeros(part.numel(), block, dtype=dtype)
             x[:, block // 3] = part

@@ -19,6 +19,7 @@ from tests.support.same_bits import require_same, require_same_results
 pytestmark = pytest.mark.gpu
 
 BASES = ["mxfp4", "mxfp4+floor", "nvfp4+pow2", "nvfp4/16x16+pow2"]
+BASES += ["e1m2/1x32", "e1m2/1x16+pow2", "e1m2/16x16+pow2"]
 SPECS = [base + flags for base in BASES for flags in ("", "+rht", "+sr", "+rht128")]
 SHAPES = [(1, 1), (17, 33), (2, 31, 127), (130, 1000), (3, 16, 256), (5, 4096), (0, 64)]
 KINDS = ["normal", "wide", "tiny", "huge", "sparse", "zeros", "special", "rare"]

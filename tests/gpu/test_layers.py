@@ -18,11 +18,17 @@ from torch import Tensor, nn
 from tests.gpu.layer_cases import build, history, layer_data, require_close
 from tests.support.capability import assumed_capability
 from tests.support.same_bits import require_same
-from tests.support.specs import BLOCKS_RECIPE, ROWS_RECIPE
+from tests.support.specs import (
+    BLOCKS_RECIPE,
+    ROWS_RECIPE,
+    UNIFORM_POW2_RECIPE,
+    UNIFORM_RECIPE,
+)
 
 pytestmark = pytest.mark.gpu
 
 PRESETS = mf.presets()
+RECIPES = [*PRESETS, BLOCKS_RECIPE, ROWS_RECIPE, UNIFORM_RECIPE, UNIFORM_POW2_RECIPE]
 SIZES = [(256, 384, 128), (45, 70, 37)]  # M, K, N: whole blocks, and multiples of nothing
 
 
@@ -60,7 +66,7 @@ def is_fp8(product: mf.recipe.Product) -> bool:
 def is_fp4_by_fp8(product: mf.recipe.Product) -> bool:
     """Tells whether it may run as an FP8 product of the same values."""
     return all(
-        s.startswith(("mxfp4", "e4m3/row")) or ("nvfp4" in s and "+pow2" in s)
+        s.startswith(("mxfp4", "e1m2/1x32", "e4m3/row")) or "+pow2" in s
         for s in (product.a, product.b)
     )
 
@@ -90,7 +96,7 @@ def require_close_layers(got: dict, want: dict, recipe: str, dtype: torch.dtype)
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("recipe", [*PRESETS, BLOCKS_RECIPE, ROWS_RECIPE])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_layer_is_the_cpus(device, recipe, size, dtype):
     data = layer_data(size, dtype)
     want, got = run_layer(torch.device("cpu"), recipe, data), run_layer(device, recipe, data)
@@ -102,7 +108,7 @@ def test_layer_is_the_cpus(device, recipe, size, dtype):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
-@pytest.mark.parametrize("recipe", [*PRESETS, BLOCKS_RECIPE, ROWS_RECIPE])
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_layer_by_the_engines_of_other_gpus(cuda, recipe, capability):
     """On Ampere all products are exact; on 8.9 those of FP8 by row, off the default stream."""
     data = layer_data(SIZES[0], torch.bfloat16)

@@ -20,6 +20,7 @@ SPECS = [
     *("e4m3/tensor", "e5m2/tensor", "e4m3/row", "e4m3/row+exact", "e4m3/1x128", "e4m3/128x128"),
     *("mxfp8", "mxfp8/e5m2", "mxfp8+floor", "mxfp8/32x32", "mxfp4", "nvfp4", "nvfp4/16x16"),
     *("nvfp4+up", "nvfp4/16x16+pow2", "e4m3/tensor+delayed"),
+    *("e1m2/1x16", "e1m2/16x16+pow2", "e1m2/1x32"),
 ]
 SHAPES = [(1, 1), (16, 16), (33, 70), (128, 128), (130, 257), (300, 144), (512, 384), (700, 1)]
 # Rowwise and columnwise, cast from one read of their master.
@@ -29,6 +30,7 @@ PAIRS = [
     *(("nvfp4+up", "mxfp8/e5m2"), ("mxfp8/e5m2", "nvfp4/16x16+pow2"), ("mxfp8/32x32", "mxfp8")),
     *(("e4m3/row", "e4m3/row"), ("e4m3/1x128", "e4m3/1x128"), ("e4m3/tensor", "e5m2/tensor")),
     *(("e4m3/128x128", "e4m3/row+exact"), ("e4m3/tensor+delayed", "mxfp8")),
+    *(("e1m2/1x16", "e1m2/1x16"), ("e1m2/1x32", "e1m2/1x16+pow2"), ("mxfp8", "e1m2/16x16")),
 ]
 PAIR_SHAPES = [(256, 512), (320, 416), (300, 100), (129, 257), (200, 18), (1, 40), (48, 1)]
 KINDS = ["normal", "wide", "tiny", "huge", "sparse", "zeros", "special"]

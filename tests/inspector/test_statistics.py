@@ -12,6 +12,7 @@ from tests.support import oracle
 NAMES = ops.statistic_names()
 SPECS = ("e4m3/tensor", "e5m2/tensor", "e4m3/row", "e4m3/1x128", "e4m3/128x128", "mxfp8", "mxfp4")
 SPECS = (*SPECS, "mxfp8/e5m2", "mxfp8/32x32", "mxfp4+floor", "nvfp4", "nvfp4/16x16", "nvfp4+pow2")
+SPECS = (*SPECS, "e1m2/1x16", "e1m2/16x16+pow2", "e1m2/1x32+rht")
 SPECS = (*SPECS, "nvfp4+4over6", "nvfp4+rht", "mxfp4+rht32", "nvfp4+sr", "mxfp8+sr", "nvfp4+eden")
 
 
@@ -27,7 +28,7 @@ def statistics(x, spec, columnwise=False, amax=None):
 def values_of(codes, scale, amax, spec, cols):
     """Returns the values of the oracle's codes and the scale of each element, in float64."""
     p = oracle.parse(spec)
-    if p.elements is oracle.E2M1:
+    if p.elements.bits == 4:
         codes = np.stack([codes & 15, codes >> 4], -1).reshape(codes.shape[0], -1)[:, :cols]
     elements = oracle.decode(codes, p.elements).astype(np.float64)
     shape = elements.shape
@@ -40,7 +41,7 @@ def values_of(codes, scale, amax, spec, cols):
     elif p.rule == "block":
         factor = oracle.spread(scale, p.block, shape).astype(np.float64)
     else:
-        top = 1536 if {"pow2", "4over6"} & {*p.flags} else 2688
+        top = p.elements.max * (256 if {"pow2", "4over6"} & {*p.flags} else 448)
         top = 256 * float.fromhex("0x1.849D64p2") if "eden" in p.flags else top
         blocks = oracle.decode(scale, oracle.E4M3).astype(np.float64)
         factor = oracle.spread(blocks, p.block, shape) * (amax / top)

@@ -15,7 +15,7 @@ from tests.support.same_bits import require_same
 from tests.support.specs import BASES
 from tests.tensor.test_quantize import values
 
-FORMATS = {"e2m1": oracle.E2M1, "e4m3": oracle.E4M3, "e5m2": oracle.E5M2}
+FORMATS = {"e2m1": oracle.E2M1, "e1m2": oracle.E1M2, "e4m3": oracle.E4M3, "e5m2": oracle.E5M2}
 
 
 def bf16s():
@@ -302,7 +302,7 @@ X = torch.ones(4, 32)
         (
             lambda: mf.lab.round_to(X, "e3m2"),
             ValueError,
-            "one of e2m1, e4m3, e5m2, e8m0, got 'e3m2'",
+            "one of e2m1, e1m2, e4m3, e5m2, e8m0, got 'e3m2'",
         ),
         (
             lambda: mf.lab.round_to(X, [1.0]),

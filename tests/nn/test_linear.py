@@ -13,6 +13,8 @@ from tests.support.specs import (
     EDEN_RECIPE,
     OF_FORWARD_RECIPES,
     ROWS_RECIPE,
+    UNIFORM_POW2_RECIPE,
+    UNIFORM_RECIPE,
     stream_of,
     untransformed,
 )
@@ -23,6 +25,8 @@ RECIPES = [
     EDEN_RECIPE,
     BLOCKS_RECIPE,
     ROWS_RECIPE,
+    UNIFORM_RECIPE,
+    UNIFORM_POW2_RECIPE,
     "fprop=nvfp4+eden*nvfp4+eden dgrad=mxfp8*mxfp8 wgrad=mxfp8*mxfp8",
     *OF_FORWARD_RECIPES,
 ]

@@ -10,7 +10,8 @@ from minifloat._native import ops
 from tests.support.same_bits import require_same
 
 SPECS = ["e4m3/1x128", "e4m3/1x128+sr", "mxfp8+sr", "mxfp8/e5m2", "mxfp4", "mxfp4+sr"]
-ANY_BYTES = ["e4m3/1x128", "mxfp8", "mxfp8/e5m2", "mxfp4"]
+SPECS += ["e1m2/1x32+sr"]
+ANY_BYTES = ["e4m3/1x128", "mxfp8", "mxfp8/e5m2", "mxfp4", "e1m2/1x32"]
 LENGTHS = [1, 2, 31, 128, 129, 300, 2048, 5000]  # around blocks, and a CPU's piece of 2048 columns
 FLOATS = (torch.float32, torch.bfloat16)
 RANKS, STREAM = 3, 9

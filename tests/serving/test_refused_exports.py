@@ -19,6 +19,8 @@ from tests.support.served_models import decompress, export, llama, qwen3_moe, va
         (weight_recipe("mxfp4+rht", "mxfp4+rht"), {}, "servers know no transform of the weight"),
         (weight_recipe("mxfp4+sr"), {}, "drawn anew in each step"),
         (weight_recipe("mxfp8/e5m2"), {}, "no server reads weights of mxfp8/e5m2"),
+        (weight_recipe("e1m2/1x16"), {}, "no server reads weights of e1m2/1x16"),
+        (weight_recipe("e1m2/1x32"), {}, "no server reads weights of e1m2/1x32"),
         (weight_recipe("e4m3/1x128"), {}, "no server reads weights of e4m3/1x128"),
         ("fprop=bf16*bf16 dgrad=mxfp8*mxfp8 wgrad=bf16*bf16", {}, "in high precision"),
         (weight_recipe("e4m3/128x128", "e4m3/row"), {}, "no server casts x as e4m3/row"),

@@ -95,7 +95,7 @@ def cast_rows(x, spec, groups, given_amax, ids, random) -> Operand:
     has_row, has_blocks = p.has_rows, p.block != (0, 0)
     of_tensor = (rows,) if has_row else (len(groups),)
     blocks = (rows, -(-padded // p.block[1])) if has_blocks else of_tensor
-    code_cols = -(-padded // 2) if p.elements is oracle.E2M1 else padded
+    code_cols = -(-padded // 2) if p.elements.bits == 4 else padded
     codes = Written.nothing((rows, code_cols), np.uint8)
     scale = Written.nothing(blocks, np.uint8 if p.rule in ("mx", "nvfp4") else F32)
     amax = Written.nothing(of_tensor, F32) if p.rule in ("row", "tensor", "nvfp4") else None

@@ -21,10 +21,11 @@ class Format:
     mantissa_bits: int
     max: float
     nan_code: int
+    bias: int
 
     @property
     def min_exponent(self) -> int:
-        return 2 - 2 ** (self.exponent_bits - 1)
+        return 1 - self.bias
 
     @property
     def bits(self) -> int:
@@ -39,9 +40,10 @@ class Format:
         return values[values <= self.max]
 
 
-E4M3 = Format(4, 3, 448.0, 0x7F)
-E5M2 = Format(5, 2, 57344.0, 0x7F)
-E2M1 = Format(2, 1, 6.0, 0x7)
+E4M3 = Format(4, 3, 448.0, 0x7F, 7)
+E5M2 = Format(5, 2, 57344.0, 0x7F, 15)
+E2M1 = Format(2, 1, 6.0, 0x7, 1)
+E1M2 = Format(1, 2, 1.75, 0x7, 1)
 
 
 def encode(v: np.ndarray, fmt: Format, random: np.ndarray | None = None, up=False) -> np.ndarray:
@@ -174,6 +176,9 @@ def parse(spec: str) -> Parsed:
         return Parsed(E2M1, "nvfp4", (1, 16), tuple(flags), True)
     if name == "nvfp4":
         return Parsed(E2M1, "nvfp4", (16, 16) if rest else (1, 16), tuple(flags))
+    if name == "e1m2":
+        rows, cols = (int(size) for size in rest[0].split("x"))
+        return Parsed(E1M2, "mx" if cols == 32 else "nvfp4", (rows, cols), tuple(flags))
     elements = E5M2 if name == "e5m2" else E4M3
     if rest[0] in ("tensor", "row"):
         return Parsed(elements, rest[0], (0, 0), tuple(flags), rest[0] == "row")
@@ -215,16 +220,18 @@ def mx_codes(amax: np.ndarray, fmt: Format, floor: bool) -> np.ndarray:
     e = (bits >> 23) - ((max_bits >> 23) - 127)
     if not floor:
         e += (bits & 0x7FFFFF) > (max_bits & 0x7FFFFF)
+        if fmt.max < 2:  # of a denormal amax code 1 is the smallest one past max * 2^-127
+            e = np.where(amax < F32(2.0**-126), amax.astype(np.float64) > fmt.max * 2.0**-127, e)
     return np.where(np.isfinite(amax), np.clip(e, 0, 254), 255).astype(np.uint8)
 
 
-def nvfp4_scales(x, amax, block, flags):
+def nvfp4_scales(x, amax, block, flags, fmt):
     """Returns S and the codes of block scales."""
     pow2 = "pow2" in flags
-    top = F32(1536 if pow2 else 2688)
+    top = F32(fmt.max * (256 if pow2 else 448))
     s = F32(1) if amax == 0 else min(top / amax, FLT_MAX) if np.isfinite(amax) else F32(np.nan)
     s = F32(s)
-    ratio = s * (F32(1) / F32(6))
+    ratio = s * (F32(1) / F32(fmt.max))
     blocks = block_amax(x, block)
     v = np.minimum(blocks * ratio, FLT_MAX).astype(F32)
     if pow2:
@@ -382,11 +389,14 @@ def quantize(
                 s, scale = four_over_six_scales(x, amax, p.block, columnwise and not p.points)
             elif p.has_rows:
                 empty = np.zeros((0, -(-shape[1] // 16)), np.uint8)
-                rows = [nvfp4_scales(x[i : i + 1], a, p.block, p.flags) for i, a in enumerate(amax)]
+                rows = [
+                    nvfp4_scales(x[i : i + 1], a, p.block, p.flags, p.elements)
+                    for i, a in enumerate(amax)
+                ]
                 s = np.array([row[0] for row in rows], F32).reshape(-1, 1)
                 scale = np.concatenate([empty, *(row[1] for row in rows)])
             else:
-                s, scale = nvfp4_scales(x, amax, p.block, p.flags)
+                s, scale = nvfp4_scales(x, amax, p.block, p.flags, p.elements)
             block = decode(scale, E4M3)
             enc = np.minimum(F32(1) / (block * (F32(1) / s)), FLT_MAX)
             if corrections is not None:
@@ -401,4 +411,4 @@ def quantize(
         if "delayed" in p.flags:
             codes = np.where(np.isinf(x), p.elements.nan_code, codes)
             amax = largest(x)
-    return pack(codes) if p.elements is E2M1 else codes, scale, amax
+    return pack(codes) if p.elements.bits == 4 else codes, scale, amax

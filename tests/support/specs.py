@@ -31,6 +31,14 @@ BASES = [
     "nvfp4/16x16+4over6",
     "nvfp4/row",
     "nvfp4/row+up",
+    "e1m2/1x16",
+    "e1m2/1x16+up",
+    "e1m2/1x16+pow2",
+    "e1m2/16x16",
+    "e1m2/16x16+up",
+    "e1m2/16x16+pow2",
+    "e1m2/1x32",
+    "e1m2/1x32+floor",
 ]
 # The same, delayed scaling, which needs an amax from the caller, and MS-EDEN, which needs random
 # bits and takes no further flags.
@@ -47,6 +55,13 @@ ROWS_RECIPE = (
     "fprop=nvfp4/row*nvfp4/16x16 dgrad=nvfp4/row+sr*nvfp4/16x16 "
     "wgrad=nvfp4/row+sr+rht*nvfp4/row+rht"
 )
+# A uniform grid, a transform on all products, and gradients alone rounded stochastically (arXiv
+# 2606.20381); under powers of two E4M3 holds its values.
+UNIFORM_RECIPE = (
+    "fprop=e1m2/1x16+rht*e1m2/1x16+rht dgrad=e1m2/1x16+sr+rht*e1m2/1x16+rht "
+    "wgrad=e1m2/1x16+sr+rht*e1m2/1x16+rht"
+)
+UNIFORM_POW2_RECIPE = UNIFORM_RECIPE.replace("1x16", "1x16+pow2")
 # Backward reads the values of fprop's codes: under a tensor's amax, drawn, under amaxes of earlier
 # steps, transformed, or such as an FP8 product could read.
 OF_FORWARD_RECIPE = "fprop=e4m3/tensor*e4m3/tensor dgrad=bf16*fprop.w wgrad=bf16*fprop.x"

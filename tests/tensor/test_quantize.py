@@ -220,13 +220,13 @@ def test_dequantize_is_code_times_scale(spec):
     x = values("normal", shape, 6)
     q = mf.tensor.quantize(x, spec, amax=torch.tensor(3.0) if "delayed" in spec else None)
     codes = q.codes.numpy()
-    if p.elements is oracle.E2M1:
+    if p.elements.bits == 4:
         codes = np.stack([codes & 15, codes >> 4], -1).reshape(33, -1)[:, : shape[1]]
     elements = oracle.decode(codes, p.elements)
     if p.rule == "nvfp4":
         scale = oracle.decode(q.scale.view(torch.uint8).numpy(), oracle.E4M3)
         is_below = "pow2" in spec or "4over6" in spec
-        top = np.float32(1536 if is_below else 2688)
+        top = np.float32(p.elements.max * (256 if is_below else 448))
         if "eden" in spec:
             top = np.float32(256) * np.float32(6 / (17 / 16 * 0.93))
         s = top / (q.amax.numpy()[:, None] if p.has_rows else q.amax.numpy())

@@ -63,6 +63,7 @@ def test_product(a_spec, b_spec, columnwise, out_dtype):
 # ---- FP4 as FP8 ---------------------------------------------------------------------------------
 
 FP4_SPECS = ["mxfp4", "nvfp4+pow2", "nvfp4/16x16+pow2", "mxfp4+sr+rht", "nvfp4+pow2+rht32"]
+FP4_SPECS += ["e1m2/1x32", "e1m2/1x16+pow2", "e1m2/16x16+pow2", "e1m2/1x16+pow2+sr+rht"]
 
 
 def fp4_as_fp8(q):
@@ -81,15 +82,19 @@ def test_fp4_as_fp8_has_the_same_values(spec):
 
 @pytest.mark.parametrize("spec", FP4_SPECS)
 def test_fp4_as_fp8_of_blocks_far_apart(spec):
-    """Checks exact values from 2^-14 of a row's largest block scale on; below, within 2^-16."""
+    """Checks exact values from 2^-14 of a row's largest block scale on; below, within 2^-16.
+
+    Of E1M2 from 2^-15 on, and below within 2^-18.
+    """
+    most, top, binades = (1.75, 8, 15) if spec.startswith("e1m2") else (6, 6, 14)
     torch.manual_seed(0)
     x = torch.randn(M, 256) * 2.0 ** torch.randint(-30, 30, (M, 16)).repeat_interleave(16, 1)
     q = mf.tensor.quantize(x, spec, seed=3)
     codes, row_scale = fp4_as_fp8(q)
     values, got = q.dequantize().double(), (codes.float() * row_scale[:, None]).double()
-    largest = 64 * row_scale.double()[:, None]  # 2^K times the tensor's scale
-    assert ((got - values).abs() <= 2.0**-16 * largest * (1 + 2.0**-20)).all()
-    exact = values.abs() >= 6 * 2.0**-14 * largest
+    largest = 2.0**top * row_scale.double()[:, None]  # 2^K times the tensor's scale
+    assert ((got - values).abs() <= 2.0 ** (-10 - top) * largest * (1 + 2.0**-20)).all()
+    exact = values.abs() >= most * 2.0**-binades * largest
     assert exact.any()
     assert torch.equal(got[exact], values[exact])
 
@@ -111,7 +116,7 @@ def test_product_of_fp4_as_fp8_operands(spec):
         ops.scaled_mm(args[0][0], a.scale, a.amax, *args[1], f"{spec}*{spec}", k=K)
 
 
-@pytest.mark.parametrize("spec", ["nvfp4", "nvfp4+up", "mxfp8", "e4m3/row"])
+@pytest.mark.parametrize("spec", ["nvfp4", "nvfp4+up", "e1m2/1x16", "mxfp8", "e4m3/row"])
 def test_only_powers_of_two_convert_to_fp8(spec):
     q = mf.tensor.quantize(torch.ones(4, 32), spec)
     with pytest.raises(ValueError, match="powers of two"):

@@ -127,7 +127,8 @@ Tensor decode_kernel(const Tensor& codes, const Tensor& scale, const std::string
 
 void check_is_fp4_by_powers_of_two(const Spec& spec) {
   TORCH_CHECK_VALUE(spec.is_fp4_by_powers_of_two(),
-                    "fp4_as_fp8: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ",
+                    "fp4_as_fp8: expected 4-bit codes under powers of two (mxfp4, nvfp4+pow2, "
+                    "e1m2/1x32 or e1m2/1x16+pow2), got ",
                     spec.str());
 }
 

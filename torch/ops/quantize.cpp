@@ -148,10 +148,10 @@ void read_history(DirectionArguments& d, const Tensor& history, std::int64_t row
 }
 
 void check_is_written_as_fp8(const DirectionArguments& d) {
-  TORCH_CHECK_VALUE(
-      d.spec && d.spec->is_fp4_by_powers_of_two(),
-      "quantize: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2) as FP8, got ",
-      d.spec ? d.spec->str() : "no spec");
+  TORCH_CHECK_VALUE(d.spec && d.spec->is_fp4_by_powers_of_two(),
+                    "quantize: expected 4-bit codes under powers of two (mxfp4, nvfp4+pow2, "
+                    "e1m2/1x32 or e1m2/1x16+pow2) as FP8, got ",
+                    d.spec ? d.spec->str() : "no spec");
   TORCH_CHECK_VALUE(!d.decoded, "quantize: expected FP8 codes of ", d.spec->str(),
                     " or decoded values, got both");
 }

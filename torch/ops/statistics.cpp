@@ -70,6 +70,7 @@ std::int64_t largest_byte(Elements elements) {
     case Elements::kE4m3: return E4M3::kMaxBits;
     case Elements::kE5m2: return E5M2::kMaxBits;
     case Elements::kE2m1: return E2M1::kMaxBits << 4 | E2M1::kMaxBits;  // two codes
+    case Elements::kE1m2: return E1M2::kMaxBits << 4 | E1M2::kMaxBits;
     case Elements::kBf16: break;
   }
   return 0;

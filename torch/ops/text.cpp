@@ -19,9 +19,10 @@ const char* name_of(Elements elements) {
     case Elements::kBf16: return "bf16";
     case Elements::kE4m3: return "e4m3";
     case Elements::kE5m2: return "e5m2";
-    case Elements::kE2m1: break;
+    case Elements::kE2m1: return "e2m1";
+    case Elements::kE1m2: break;
   }
-  return "e2m1";
+  return "e1m2";
 }
 
 const char* name_of(ScaleRule rule) {

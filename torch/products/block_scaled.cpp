@@ -29,10 +29,11 @@ at::ScalarType code_type(const Spec& spec) {
   switch (spec.elements) {
     case Elements::kE4m3: return at::kFloat8_e4m3fn;
     case Elements::kE5m2: return at::kFloat8_e5m2;
-    case Elements::kE2m1:
+    case Elements::kE2m1: return at::kFloat4_e2m1fn_x2;
+    case Elements::kE1m2:
     case Elements::kBf16: break;
   }
-  return at::kFloat4_e2m1fn_x2;
+  TORCH_INTERNAL_ASSERT(false, "no tensor core reads codes of ", spec.str());
 }
 
 // Returns one scale for each block of one row: repeats the scale of a 2D block for each of its
@@ -92,13 +93,14 @@ namespace block_scaled {
 
 // Whether the GPU's tensor cores read the block scales, and torch 2.11 lets them (ScaledBlas.cpp):
 // NVFP4 by NVFP4, MXFP8 by MXFP8 in E4M3 (check_mxfp8_recipe), and MXFP4 by MXFP4 on compute
-// capability 10 alone (line 1092). Any rounding, transform and block height.
+// capability 10 alone (line 1092). No tensor core reads E1M2. Any rounding, transform and block
+// height.
 bool supports(const Product& product, int capability) {
   const bool is_datacenter = capability == kBlackwell || capability == kBlackwellUltra;
   if (!is_datacenter && capability != kRtxBlackwell && capability != kDgxSpark) return false;
   const Spec &a = product.a, &b = product.b;
   if (a.rule != b.rule || a.elements != b.elements) return false;
-  if (a.rule == ScaleRule::kNvfp4) return true;
+  if (a.elements == Elements::kE2m1 && a.rule == ScaleRule::kNvfp4) return true;
   return a.rule == ScaleRule::kMx &&
          (a.elements == Elements::kE4m3 || (a.elements == Elements::kE2m1 && is_datacenter));
 }
@@ -150,7 +152,8 @@ using Parts =
 const Spec& check_operand(const Tensor& codes, const Tensor& scale, const Tensor& amax,
                           const std::string& text, const c10::SymInt& cols) {
   const Spec& spec = bridge::parse_spec(text);
-  TORCH_CHECK_VALUE(spec.rule == ScaleRule::kMx || spec.rule == ScaleRule::kNvfp4,
+  TORCH_CHECK_VALUE((spec.rule == ScaleRule::kMx || spec.rule == ScaleRule::kNvfp4) &&
+                        spec.elements != Elements::kE1m2,
                     "block_scaled_operand: expected an MX or NVFP4 spec, got ", spec.str());
   constexpr const char* kOp = "block_scaled_operand";
   bridge::check_size(kOp, "cols", cols);

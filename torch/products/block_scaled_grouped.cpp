@@ -33,9 +33,9 @@ constexpr std::int64_t kColumnUnit = 32;
 bool supports(const Product& product, int capability) {
   if (capability != kBlackwell && capability != kBlackwellUltra) return false;
   const Spec &a = product.a, &b = product.b;
-  const bool is_mx =
-      a.elements == b.elements && (a.elements == Elements::kE4m3 || a.elements == Elements::kE2m1);
-  return a.rule == b.rule && ((a.rule == ScaleRule::kMx && is_mx) || a.rule == ScaleRule::kNvfp4);
+  if (a.rule != b.rule || a.elements != b.elements) return false;
+  if (a.elements == Elements::kE2m1) return a.rule == ScaleRule::kMx || a.rule == ScaleRule::kNvfp4;
+  return a.elements == Elements::kE4m3 && a.rule == ScaleRule::kMx;
 }
 
 // Whether the bytes of the scales of a are an int32, as the kernel has them along the contraction.

@@ -1,4 +1,5 @@
-// The number formats, as compile-time tables. Nothing else in the library spells 448, 57344 or 6.
+// The number formats, as compile-time tables. Nothing else in the library spells 448, 57344, 6
+// or 1.75.
 //
 //     bits      s eeee mmm            value = (-1)^s * 2^(e - kBias) * 1.m       for e > 0
 //     (E4M3)                                = (-1)^s * 2^(1 - kBias) * 0.m       for e = 0
@@ -8,12 +9,12 @@
 
 namespace minifloat {
 
-template <int ExponentBits, int MantissaBits>
+template <int ExponentBits, int MantissaBits, int Bias = (1 << (ExponentBits - 1)) - 1>
 struct Binary {
   static constexpr int kExponentBits = ExponentBits;
   static constexpr int kMantissaBits = MantissaBits;
   static constexpr int kBits = 1 + ExponentBits + MantissaBits;
-  static constexpr int kBias = (1 << (ExponentBits - 1)) - 1;
+  static constexpr int kBias = Bias;
   static constexpr int kMinExponent = 1 - kBias;
   static constexpr std::uint32_t kSignBit = 1u << (ExponentBits + MantissaBits);
   static_assert(kBits == 4 || kBits == 8 || kBits == 16,
@@ -34,6 +35,12 @@ struct E5M2 : Binary<5, 2> {  // OCP FP8, IEEE-like; infinity is read, never wri
 struct E2M1 : Binary<2, 1> {  // OCP FP4: no infinity, no NaN; NaN encodes as +6
   static constexpr float kMax = 6.0f;
   static constexpr float kMaxPowerOfTwo = 4.0f;
+  static constexpr std::uint32_t kMaxBits = 0x7, kNanBits = 0x7;
+};
+struct E1M2
+    : Binary<1, 2, 1> {  // a uniform grid, code / 4: no infinity, no NaN; NaN encodes as +1.75
+  static constexpr float kMax = 1.75f;
+  static constexpr float kMaxPowerOfTwo = 1.0f;
   static constexpr std::uint32_t kMaxBits = 0x7, kNanBits = 0x7;
 };
 struct BF16 : Binary<8, 7> {  // the upper half of a float, infinities and NaN included

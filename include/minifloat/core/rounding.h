@@ -32,8 +32,8 @@ struct Stochastic {
   }
 };
 
-// Returns the code of x in format F (E4M3, E5M2, E2M1), rounded by the rule. Values past +-F::kMax
-// saturate, infinities too. NaN gives F::kNanBits, whatever its sign.
+// Returns the code of x in format F (E4M3, E5M2, E2M1, E1M2), rounded by the rule. Values past
+// +-F::kMax saturate, infinities too. NaN gives F::kNanBits, whatever its sign.
 template <class F, class Rounding = NearestEven>
 MINIFLOAT_HD constexpr std::uint32_t encode(float x, Rounding rounding = {}) {
   const std::uint32_t bits = bit_cast<std::uint32_t>(x);
@@ -89,7 +89,7 @@ MINIFLOAT_HD constexpr std::uint32_t encode_bf16(float x) {
 MINIFLOAT_HD constexpr float decode_bf16(std::uint32_t code) { return bit_cast<float>(code << 16); }
 MINIFLOAT_HD constexpr float round_to_bf16(float x) { return decode_bf16(encode_bf16(x)); }
 
-// Returns the value of a code of E4M3, E5M2 or E2M1. Upper bits of `code` are ignored.
+// Returns the value of a code of E4M3, E5M2, E2M1 or E1M2. Upper bits of `code` are ignored.
 template <class F>
 MINIFLOAT_HD constexpr float decode(std::uint32_t code) {
   const std::uint32_t magnitude = code & (F::kSignBit - 1);
@@ -110,8 +110,10 @@ MINIFLOAT_HD constexpr float decode(std::uint32_t code) {
 }
 
 static_assert(encode<E2M1>(2.5f) == 0x4 && encode<E2M1>(3.5f) == 0x6);  // ties: the even code
+static_assert(encode<E1M2>(0.625f) == 0x2 && encode<E1M2>(-9.0f) == 0xF);
 static_assert(encode<E4M3>(1e9f) == 0x7E && encode<E4M3>(-0.0f) == 0x80);
 static_assert(encode<E4M3, AwayFromZero>(1e-30f) == 0x01 && encode<E4M3, AwayFromZero>(0) == 0);
 static_assert(decode<E5M2>(0x7B) == E5M2::kMax && decode<E4M3>(0x01) == 0x1p-9f);
+static_assert(decode<E1M2>(0x3) == 0.75f && decode<E1M2>(0xD) == -1.25f);
 
 }  // namespace minifloat

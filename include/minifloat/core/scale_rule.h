@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "minifloat/core/format.h"
 #include "minifloat/core/host_device.h"
@@ -90,6 +91,9 @@ MINIFLOAT_HD constexpr bool has_two_scales(ScaleRounding rounding) {
 MINIFLOAT_HD constexpr bool reads_values(ScaleRounding rounding) {
   return has_two_scales(rounding) || rounding == ScaleRounding::kEden;
 }
+// Whether elements of format F have rules that read values.
+template <class F>
+inline constexpr bool kHasRulesOfValues = std::is_same_v<F, E2M1>;
 // The sign bit of a block's amax, set where the second of its two scales is taken. In the
 // amaxes of partial casts choose_scales sets the bit where the first one is taken instead
 // (minifloat/partial_cast.h).
@@ -121,7 +125,7 @@ MINIFLOAT_HD constexpr TensorScale scale_of_tensor(ScaleRule rule, ScaleRounding
     }
   } else {
     if (block_rule(rule) == BlockRule::kE4m3) {
-      const Nvfp4Tensor tensor = nvfp4_tensor(amax, nvfp4_rounding(rounding));
+      const Nvfp4Tensor tensor = nvfp4_tensor<F>(amax, nvfp4_rounding(rounding));
       return {tensor.encode, tensor.scale, tensor.block_encode, bit_cast<float>(amax)};
     }
   }
@@ -232,8 +236,13 @@ MINIFLOAT_HD constexpr void with_block_rule(ScaleRule rule, ScaleRounding roundi
       if constexpr (F::kBits == 4) switch (rounding) {
           case kUp: return body.template run<ScaleRule::kNvfp4, kUp>();
           case kPowerOfTwo: return body.template run<ScaleRule::kNvfp4, kPowerOfTwo>();
-          case kFourOverSix: return body.template run<ScaleRule::kNvfp4, kFourOverSix>();
-          case kEden: return body.template run<ScaleRule::kNvfp4, kEden>();
+          case kFourOverSix:
+            if constexpr (kHasRulesOfValues<F>)
+              body.template run<ScaleRule::kNvfp4, kFourOverSix>();
+            return;
+          case kEden:
+            if constexpr (kHasRulesOfValues<F>) body.template run<ScaleRule::kNvfp4, kEden>();
+            return;
           case kDefault:
           case kExact:
           case kFloor: return body.template run<ScaleRule::kNvfp4, kDefault>();

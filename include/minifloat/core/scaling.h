@@ -68,7 +68,7 @@ MINIFLOAT_HD constexpr ScaleFactors fp8_factors(std::uint32_t amax, bool power_o
 // MX (OCP Microscaling v1.0), E8M0 scale 2^(code - 127), as cuBLAS rounds it: up, to the smallest
 // power of two s with amax / s <= max.
 //   zero block: code 0, 2^-127.   Inf or NaN: the NaN code 0xFF.   underflow: code 0.
-//   No finite amax overflows.
+//   overflow: an amax past max * 2^127, which only E1M2 leaves room for: code 254, 2^127.
 template <class F>
 MINIFLOAT_HD constexpr std::uint32_t mx_scale_up(std::uint32_t amax) {
   constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(F::kMax);
@@ -76,7 +76,12 @@ MINIFLOAT_HD constexpr std::uint32_t mx_scale_up(std::uint32_t amax) {
   // A mantissa past max's carries into the exponent.
   const std::uint32_t carried = amax + (Float32::kMantissa - (kMax & Float32::kMantissa));
   const int e = static_cast<int>(carried >> Float32::kMantissaBits) - kEmax;
-  const std::uint32_t code = static_cast<std::uint32_t>(e > 0 ? e : 0);
+  std::uint32_t code = static_cast<std::uint32_t>(e > 0 ? e : 0);
+  if constexpr (kEmax == 0) {  // a denormal amax may be past max * 2^-127, the first code's
+    constexpr std::uint32_t kFirst = (Float32::kImplicitBit | (kMax & Float32::kMantissa)) >> 1;
+    const std::uint32_t at_most = code < E8M0::kMaxBits ? code : E8M0::kMaxBits;
+    code = amax < Float32::kImplicitBit ? (amax > kFirst ? 1u : 0u) : at_most;
+  }
   return is_finite(amax) ? code : E8M0::kNanBits;
 }
 
@@ -90,6 +95,7 @@ MINIFLOAT_HD constexpr std::uint32_t mx_scale_up(std::uint32_t amax) {
 //     at the top      the largest amax rounds up to 2^127, code 254, just before saturation
 //     at the bottom   subnormal quotients round to code 0 or 1; emax - 1 codes below, all is 0
 //
+// So emax is 1 or more: not E1M2's.
 // tests/core visits every bf16 amax, and the target `exhaustive` every float.
 template <class F>
 MINIFLOAT_HD constexpr float mx_quotient(std::uint32_t amax) {
@@ -101,6 +107,7 @@ MINIFLOAT_HD constexpr std::uint32_t mx_scale_of_rounded(std::uint32_t rounded,
   constexpr int kEmax =
       static_cast<int>(bit_cast<std::uint32_t>(F::kMaxPowerOfTwo) >> Float32::kMantissaBits) -
       Float32::kBias;
+  static_assert(kEmax >= 1);
   const int e = static_cast<int>(rounded) - (kEmax - 1);
   const std::uint32_t code = static_cast<std::uint32_t>(e > 0 ? e : 0);
   return is_finite(amax) ? code : E8M0::kNanBits;  // the instruction gives 254 for infinity
@@ -128,8 +135,9 @@ MINIFLOAT_HD constexpr float e8m0_reciprocal(std::uint32_t code) {
   return bit_cast<float>(code == E8M0::kNanBits ? Float32::kNanBits : bits);
 }
 
-// The rounding of NVFP4's block scale to E4M3. NVFP4: E2M1 elements, an E4M3 scale a block, one
-// fp32 scale a tensor, in Transformer Engine's order of operations.
+// The rounding of NVFP4's block scale to E4M3. NVFP4: 4-bit elements, an E4M3 scale a block, one
+// fp32 scale a tensor, in Transformer Engine's order of operations. Its elements are E2M1; the
+// rule of E1M2 is the same with that format's largest value in the place of 6.
 enum class Nvfp4Rounding {
   kNearest,  // nearest even: a block's largest element may saturate, by up to 6% where s is normal
   kUp,       // up: no element saturates
@@ -141,19 +149,20 @@ enum class Nvfp4Rounding {
 // least error where larger ones saturate (arXiv 2601.22813).
 inline constexpr float kEdenLargest = static_cast<float>(E2M1::kMax / (17.0 / 16.0 * 0.93));
 
-// Tensor level: S = min(6 * 448 / amax, FLT_MAX) multiplies block scales, and 1 / S is the tensor's
-// scale. Under kPowerOfTwo, kFourOverSix and kEden 256 replaces 448; under kEden kEdenLargest
-// replaces 6.
+// Tensor level: S = min(max * 448 / amax, FLT_MAX) multiplies block scales, and 1 / S is the
+// tensor's scale. Under kPowerOfTwo, kFourOverSix and kEden 256 replaces 448; under kEden
+// kEdenLargest replaces max.
 //   zero amax: both 1.   Inf or NaN: both NaN.   tiny amax: S = FLT_MAX.
 struct Nvfp4Tensor {
   float encode;        // S
   float scale;         // fl32(1 / S)
-  float block_encode;  // fl32(S * fl32(1 / 6)): amax of a block -> its scale before rounding
+  float block_encode;  // fl32(S * fl32(1 / max)): amax of a block -> its scale before rounding
 };
+template <class F>
 MINIFLOAT_HD constexpr Nvfp4Tensor nvfp4_tensor(std::uint32_t amax, Nvfp4Rounding rounding) {
   const bool fills_range = rounding == Nvfp4Rounding::kNearest || rounding == Nvfp4Rounding::kUp;
   const float top = fills_range ? E4M3::kMax : E4M3::kMaxPowerOfTwo;
-  const float largest = rounding == Nvfp4Rounding::kEden ? kEdenLargest : E2M1::kMax;
+  const float largest = rounding == Nvfp4Rounding::kEden ? kEdenLargest : F::kMax;
   float s = at_most_float_max(largest * top / bit_cast<float>(amax | (amax == 0u ? 1u : 0u)));
   s = amax == 0 ? 1.0f : s;
   s = is_finite(amax) ? s : nan_value();

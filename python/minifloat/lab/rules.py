@@ -27,6 +27,7 @@ from ..tensor.quantized import Quantized, dequantize, quantize, require_tensor
 # Format of elements -> a spec that has it, and bytes with each code that is not negative.
 ELEMENTS = {
     "e2m1": ("mxfp4", range(0x10, 0x80, 0x22)),  # two codes a byte
+    "e1m2": ("e1m2/1x32", range(0x10, 0x80, 0x22)),
     "e4m3": ("mxfp8", range(0x80)),
     "e5m2": ("mxfp8/e5m2", range(0x80)),
 }
@@ -40,8 +41,8 @@ def round_to(x: Tensor, grid: str | Tensor, rounding: str = "nearest") -> Tensor
 
     Args:
         x: any shape, a floating dtype.
-        grid: "e2m1", "e4m3", "e5m2" or "e8m0", or the magnitudes of another format: (n), rising,
-            none negative, none above half of float64's largest.
+        grid: "e2m1", "e1m2", "e4m3", "e5m2" or "e8m0", or the magnitudes of another format: (n),
+            rising, none negative, none above half of float64's largest.
         rounding: "nearest": of two values equally near, the one with an even place in the grid,
             which for a format is an even code. "up": away from zero. "down": towards zero.
 

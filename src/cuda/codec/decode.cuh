@@ -11,14 +11,16 @@ namespace minifloat::cuda {
 template <class F>
 __device__ __forceinline__ void decode_vec(const Codes<F>& codes, float (&v)[kVec]) {
   if constexpr (F::kBits == 4) {
-    // The code's magnitude at bits 24:22 of a float is 2^-126 of its value.
+    // The code's magnitude on top of a float's mantissa is 2^-126 of its value.
+    constexpr int kAt = Float32::kMantissaBits - F::kMantissaBits;
+    static_assert(F::kMinExponent == 0);
 #pragma unroll
     for (int i = 0; i < kVec; ++i) {
       const std::uint32_t w = codes.w[i / 8];
       const int at = i % 8 * 4;
-      const std::uint32_t magnitude = at <= 22 ? w << (22 - at) : w >> (at - 22);
+      const std::uint32_t magnitude = at <= kAt ? w << (kAt - at) : w >> (at - kAt);
       const std::uint32_t sign = w << (28 - at);
-      v[i] = bit_cast<float>((magnitude & 0x01C0'0000u) | (sign & 0x8000'0000u)) * 0x1p126f;
+      v[i] = bit_cast<float>((magnitude & 0x7u << kAt) | (sign & 0x8000'0000u)) * 0x1p126f;
     }
   } else {
 #pragma unroll
@@ -30,21 +32,25 @@ __device__ __forceinline__ void decode_vec(const Codes<F>& codes, float (&v)[kVe
   }
 }
 
-// Decodes a vec16's codes to 2^-kDecodedShift<F> of their values. E2M1's magnitude at bits 11:9 of
-// a half, which may be subnormal, is 2^-14 of its value: codes i and i + 4 take a word of halves.
+// Decodes a vec16's codes to 2^-kDecodedShift<F> of their values. A 4-bit code's magnitude on top
+// of the mantissa of a half, which may be subnormal, is 2^-14 of its value: codes i and i + 4 take
+// a word of halves.
 template <class F>
 inline constexpr int kDecodedShift = F::kBits == 4 ? 14 : 0;
 template <class F>
 __device__ __forceinline__ void decode_shifted(const Codes<F>& codes, float (&v)[kVec]) {
   if constexpr (F::kBits == 4) {
+    constexpr int kAt = 10 - F::kMantissaBits;  // of a half's 10 bits of mantissa
+    static_assert(F::kMinExponent == 0);
 #pragma unroll
     for (int first = 0; first < kVec; first += 8) {
       const std::uint32_t w = codes.w[first / 8];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const std::uint32_t magnitude = i < 3 ? w << (9 - 4 * i) : w >> 3;
+        const std::uint32_t magnitude = 4 * i <= kAt ? w << (kAt - 4 * i) : w >> (4 * i - kAt);
         const std::uint32_t sign = w << (12 - 4 * i);
-        const float2 two = cvt_f16x2((magnitude & 0x0E00'0E00u) | (sign & 0x8000'8000u));
+        const float2 two =
+            cvt_f16x2((magnitude & 0x0001'0001u * (0x7u << kAt)) | (sign & 0x8000'8000u));
         v[first + i] = two.x, v[first + i + 4] = two.y;
       }
     }
@@ -53,8 +59,8 @@ __device__ __forceinline__ void decode_shifted(const Codes<F>& codes, float (&v)
   }
 }
 
-// The table from E2M1 to bf16: 16 bits for each of the eight magnitudes, the lower and the upper
-// bytes apart, as the byte permutation reads them.
+// The table from a 4-bit format to bf16: 16 bits for each of the eight magnitudes, the lower and
+// the upper bytes apart, as the byte permutation reads them.
 struct Bf16Table {
   std::uint32_t low[2], high[2];
 };
@@ -68,6 +74,12 @@ __device__ __forceinline__ Bf16Table bf16_table(const std::uint32_t (&pairs)[4])
   }
   return table;
 }
+// Builds the table of a format.   both(low, high): the word of two magnitudes' values
+template <class F, class Both>
+__device__ __forceinline__ Bf16Table bf16_table_of(Both both) {
+  return bf16_table({both(decode<F>(0), decode<F>(1)), both(decode<F>(2), decode<F>(3)),
+                     both(decode<F>(4), decode<F>(5)), both(decode<F>(6), decode<F>(7))});
+}
 // Looks up four codes in the low nibbles of w: two words of bf16.
 __device__ __forceinline__ void look_up_four(const Bf16Table& table, std::uint32_t w,
                                              std::uint32_t (&out)[2]) {
@@ -78,7 +90,8 @@ __device__ __forceinline__ void look_up_four(const Bf16Table& table, std::uint32
   const std::uint32_t high = __byte_perm(table.high[0], table.high[1], magnitude) ^ sign;
   out[0] = __byte_perm(low, high, 0x5140), out[1] = __byte_perm(low, high, 0x7362);
 }
-__device__ __forceinline__ void look_up(const Bf16Table& table, const Codes<E2M1>& codes,
+template <class F>
+__device__ __forceinline__ void look_up(const Bf16Table& table, const Codes<F>& codes,
                                         std::uint32_t (&out)[kVec / 2]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -140,8 +153,7 @@ __device__ __forceinline__ void store_product_values(const Codes<F>& codes, floa
                              bit_cast<std::uint32_t>(high * scale), 0x7632);
         };
         if constexpr (F::kBits == 4) {
-          look_up(bf16_table({cut(0.0f, 0.5f), cut(1.0f, 1.5f), cut(2.0f, 3.0f), cut(4.0f, 6.0f)}),
-                  codes, w);
+          look_up(bf16_table_of<F>(cut), codes, w);
         } else {
           float v[kVec];
           decode_vec<F>(codes, v);

@@ -147,6 +147,12 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1(const Vec16<T>& vec, float fa
 __device__ __forceinline__ std::uint32_t round_e2m1_stochastic(float v, std::uint32_t random) {
   return random * 64u + bit_cast<std::uint32_t>(multiply_toward_zero(v, 0x1p-126f));
 }
+// Returns the random bits of four elements of a 4-bit format, each in 15:0.
+__device__ __forceinline__ void random_bits_of_word(std::uint32_t w, std::uint32_t (&random)[4]) {
+  const std::uint32_t r = __brev(w);
+  random[0] = __byte_perm(w, 0, 0x4420), random[1] = __byte_perm(r, 0, 0x4431);
+  random[2] = __byte_perm(w, 0, 0x4431), random[3] = __byte_perm(r, 0, 0x4420);
+}
 template <class T>
 __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Vec16<T>& vec, float factor,
                                                               bool takes_fast_path,
@@ -176,9 +182,8 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Vec16<T>& ve
     std::uint32_t t[8];
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      const std::uint32_t w = bits.w[2 * half + q], r = __brev(w);
-      const std::uint32_t random[4] = {__byte_perm(w, 0, 0x4420), __byte_perm(r, 0, 0x4431),
-                                       __byte_perm(w, 0, 0x4431), __byte_perm(r, 0, 0x4420)};
+      std::uint32_t random[4];
+      random_bits_of_word(bits.w[2 * half + q], random);
 #pragma unroll
       for (int i = 0; i < 4; ++i) t[4 * q + i] = round_e2m1_stochastic(v[4 * q + i], random[i]);
     }
@@ -188,6 +193,67 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Vec16<T>& ve
   return out;
 }
 
+// ---- E1M2 ---------------------------------------------------------------------------------------
+// A uniform grid: the code is the magnitude in quarters, a whole number that the adder rounds to.
+//
+//     nearest      4 v + 2^23, whose last place is 1, ties to even: the code in byte 0
+//     stochastic   4 v + 2^7 towards zero, whose last place is 2^-16: the code in bits 18:16 above
+//                  the fraction's first 16 digits, which the 16 random bits are added to. Byte 2
+//
+// v is at most 1.75, which has no fraction, so that no code is past 7.
+inline constexpr float kE1m2PerUnit = 1 << E1M2::kMantissaBits;
+static_assert(E1M2::kMinExponent == 0 && E1M2::kMax * kE1m2PerUnit == E1M2::kMaxBits);
+
+__device__ __forceinline__ float e1m2_magnitude(float x, float factor) {
+  return fminf(fabsf(x) * factor, E1M2::kMax);
+}
+// Packs eight codes, each alone in byte kByte of a word, into nibbles.
+template <std::uint32_t kByte>
+__device__ __forceinline__ std::uint32_t pack_e1m2x8(const std::uint32_t (&t)[8]) {
+  constexpr std::uint32_t kBoth = kByte | (4 + kByte) << 4;
+  const std::uint32_t even =
+      __byte_perm(__byte_perm(t[0], t[2], kBoth), __byte_perm(t[4], t[6], kBoth), 0x5410);
+  const std::uint32_t odd =
+      __byte_perm(__byte_perm(t[1], t[3], kBoth), __byte_perm(t[5], t[7], kBoth), 0x5410);
+  return even | odd << 4;
+}
+template <class T>
+__device__ __forceinline__ Codes<E1M2> encode_e1m2(const Vec16<T>& vec, float factor) {
+  Codes<E1M2> out;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    std::uint32_t t[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      t[i] = bit_cast<std::uint32_t>(
+          fmaf(e1m2_magnitude(vec[8 * half + i], factor), kE1m2PerUnit, 0x1p23f));
+    out.w[half] = select_bits(0x7777'7777u, pack_e1m2x8<0>(t), sign_nibbles(vec, 8 * half));
+  }
+  return out;
+}
+template <class T>
+__device__ __forceinline__ Codes<E1M2> encode_e1m2_stochastic(const Vec16<T>& vec, float factor,
+                                                              const RandomBits& bits) {
+  Codes<E1M2> out;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    std::uint32_t t[8];
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      std::uint32_t random[4];
+      random_bits_of_word(bits.w[2 * half + q], random);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        t[4 * q + i] = random[i] + bit_cast<std::uint32_t>(fma_toward_zero(
+                                       e1m2_magnitude(vec[8 * half + 4 * q + i], factor),
+                                       kE1m2PerUnit, 0x1p7f));
+    }
+    out.w[half] = select_bits(0x7777'7777u, pack_e1m2x8<2>(t), sign_nibbles(vec, 8 * half));
+  }
+  return out;
+}
+
+// ---- FP8, stochastic ----------------------------------------------------------------------------
 // Rounds a number to an 8-bit format stochastically. A product towards zero again puts the code of
 // the value below on top of the fraction, whose upper bits the 16 random bits are added to. The
 // largest value has no fraction.
@@ -254,7 +320,9 @@ template <class F, class T>
 __device__ __forceinline__ Codes<F> encode_stochastic(const Vec16<T>& vec, float factor,
                                                       bool takes_fast_path,
                                                       const RandomBits& bits) {
-  if constexpr (F::kBits == 4) {
+  if constexpr (std::is_same_v<F, E1M2>) {
+    return encode_e1m2_stochastic(vec, factor, bits);
+  } else if constexpr (F::kBits == 4) {
     return encode_e2m1_stochastic(vec, factor, takes_fast_path, bits);
   } else {
     return encode_fp8_stochastic<F>(vec, factor, bits);
@@ -268,7 +336,8 @@ struct Encoding {
   bool zero;             // NVFP4: a block of scale 0 has zero codes, without signs
   bool infinity_is_nan;  // +delayed
   // The fast-path condition. E2M1: no product reaches 7, and the factor is a number of at least
-  // 2^-110. Where the condition is not shown, the same codes are computed in more steps.
+  // 2^-110. E1M2: the factor is a number, and the block's scale not 0. Where the condition is not
+  // shown, the same codes are computed in more steps.
   bool takes_fast_path;
 };
 
@@ -278,6 +347,8 @@ __device__ __forceinline__ Codes<F> encode_vec(const Vec16<T>& vec, const Encodi
   Codes<F> out;
   if constexpr (kStochastic)
     out = encode_stochastic<F>(vec, how.factor, how.takes_fast_path, bits);
+  else if constexpr (std::is_same_v<F, E1M2>)
+    out = encode_e1m2(vec, how.factor);
   else if constexpr (F::kBits == 4)
     out = encode_e2m1(vec, how.factor, how.takes_fast_path);
   else

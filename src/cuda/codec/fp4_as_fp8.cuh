@@ -1,4 +1,4 @@
-// E2M1 codes -> E4M3 codes of the same values (core/fp4_as_fp8.h), through a table of a block's
+// 4-bit codes -> E4M3 codes of the same values (core/fp4_as_fp8.h), through a table of a block's
 // eight magnitudes.
 #pragma once
 
@@ -9,15 +9,18 @@
 
 namespace minifloat::cuda {
 
-// The E4M3 codes of E2M1's eight magnitudes in a block, four a word.
+// The E4M3 codes of a 4-bit format's eight magnitudes in a block, four a word.
 struct Fp8CodeTable {
   std::uint32_t low, high;
   std::uint32_t signs;  // the bits that a code's sign may set: none for NaN
 };
-// Returns the table of a block.   one: the value of FP4's 1 as FP8, 2^(k - K + 6), or 0
+// Returns the table of a block.   one: the value of the format's 1 as FP8, 2^(k - K + T), or 0
+template <class F>
 __device__ __forceinline__ Fp8CodeTable fp8_code_table(float one) {
-  return {cvt_e4m3x2(0.0f, 0.5f * one) | cvt_e4m3x2(one, 1.5f * one) << 16,
-          cvt_e4m3x2(2.0f * one, 3.0f * one) | cvt_e4m3x2(4.0f * one, 6.0f * one) << 16,
+  const auto both = [&](std::uint32_t code) {
+    return cvt_e4m3x2(decode<F>(code) * one, decode<F>(code + 1) * one);
+  };
+  return {cvt_e4m3x2(0.0f, decode<F>(1) * one) | both(2) << 16, both(4) | both(6) << 16,
           0x8080'8080u};
 }
 // Returns the table of a block whose scale is NaN.

@@ -4,9 +4,11 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/ptx.cuh"
 #include "minifloat/core/scale_rule.h"
+#include "minifloat/spec.h"
 
 namespace minifloat::cuda {
 
@@ -20,6 +22,14 @@ __device__ __forceinline__ MatrixScale matrix_scale_of(ScaleRule rule, ScaleRoun
   MatrixScale matrix = {scale_of_tensor<F>(rule, rounding, amax), false};
   matrix.takes_fast_path = F::kBits == 4 && matrix.scale >= 0x1p-90f && matrix.scale <= 0x1p90f;
   return matrix;
+}
+
+// Returns the scale of a matrix or row with blocks that have E4M3 scales.
+__device__ __forceinline__ float scale_above_blocks(const Spec& spec, float amax) {
+  const std::uint32_t bits = magnitude_bits(amax);
+  return spec.elements == Elements::kE1m2
+             ? scale_of_tensor<E1M2>(spec.rule, spec.scale_rounding, bits).scale
+             : scale_of_tensor<E2M1>(spec.rule, spec.scale_rounding, bits).scale;
 }
 
 // The scale of a block. takes_fast_path: Encoding's (encode.cuh), decided by the scale alone.
@@ -60,7 +70,10 @@ struct DeviceEquations {
   template <class F>
   __device__ __forceinline__ static std::uint32_t mx_code(std::uint32_t amax) {
 #if defined(MINIFLOAT_HAS_FP4_CONVERSIONS)
-    return mx_scale_of_rounded<F>(cvt_up_ue8m0(mx_quotient<F>(amax)), amax);
+    if constexpr (std::is_same_v<F, E1M2>)
+      return mx_scale_up<F>(amax);
+    else
+      return mx_scale_of_rounded<F>(cvt_up_ue8m0(mx_quotient<F>(amax)), amax);
 #else
     return mx_scale_up<F>(amax);
 #endif
@@ -69,9 +82,12 @@ struct DeviceEquations {
   __device__ __forceinline__ static Block mx(ScaleRounding rounding, std::uint32_t amax) {
     const bool is_floor = rounding == ScaleRounding::kFloor;
     const std::uint32_t code = is_floor ? mx_scale_floor<F>(amax) : mx_code<F>(amax);
-    // Every element format reaches at least 2^2, so that no finite block's code is 254.
-    const float reciprocal = bit_cast<float>((E8M0::kMaxBits - code) << Float32::kMantissaBits);
-    // A scale rounded up leaves no product above 6. Up to this scale the factor is at least 2^-105.
+    // Every other element format reaches at least 2^2, so that no finite block's code is 254.
+    const float reciprocal = std::is_same_v<F, E1M2> ? e8m0_reciprocal(code)
+                                                     : bit_cast<float>((E8M0::kMaxBits - code)
+                                                                       << Float32::kMantissaBits);
+    // A scale rounded up leaves no product above max, but under code 254. Up to this scale the
+    // factor is at least 2^-105.
     constexpr std::uint32_t kMostForFastPath = E8M0::kBias + 105;
     return {{code, decode_e8m0(code), is_finite(amax) ? reciprocal : nan_value()},
             !is_floor && code <= kMostForFastPath};
@@ -125,8 +141,8 @@ struct DeviceEquations {
   __device__ __forceinline__ static Block without_factor(std::uint32_t code, const Tensor& tensor,
                                                          bool saturates) {
     constexpr std::uint32_t kLeastNormal = 1u << E4M3::kMantissaBits;
-    // A normal scale below the largest is at most half its last place under its block's amax / 6,
-    // so that |x| * factor < 6.4.
+    // A normal scale below the largest is at most half its last place under its block's amax / max,
+    // so that |x| * factor < 6.4 for E2M1.
     const bool takes_fast_path =
         tensor.takes_fast_path && code - kLeastNormal < E4M3::kMaxBits - kLeastNormal && !saturates;
     return {{code, decode_e4m3(code), 0.0f}, takes_fast_path};

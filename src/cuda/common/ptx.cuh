@@ -116,6 +116,12 @@ __device__ __forceinline__ float multiply_toward_zero(float a, float b) {
   asm("mul.rz.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
   return r;
 }
+// Computes a * b + c, rounded once, towards zero.
+__device__ __forceinline__ float fma_toward_zero(float a, float b, float c) {
+  float r;
+  asm("fma.rz.f32 %0, %1, %2, %3;" : "=f"(r) : "f"(a), "f"(b), "f"(c));
+  return r;
+}
 
 // Returns 1 / x to nearest, for an x whose reciprocal is normal: the instruction's approximation
 // and one step of Newton's method. The compiler makes the same of a division that excludes the ends

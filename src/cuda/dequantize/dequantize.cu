@@ -92,9 +92,7 @@ __device__ __forceinline__ void store_scaled(const Codes<F>& codes, float scale,
           return cvt_bf16x2(low * scale * factor, high * scale * factor);
         };
         if constexpr (F::kBits == 4 && sizeof(Out) == 2) {
-          look_up(
-              bf16_table({both(0.0f, 0.5f), both(1.0f, 1.5f), both(2.0f, 3.0f), both(4.0f, 6.0f)}),
-              codes, w);
+          look_up(bf16_table_of<F>(both), codes, w);
         } else {
           float v[kVec];
           decode_vec<F>(codes, v);
@@ -142,6 +140,7 @@ void launch_decode(DecodeArgs args, const Quantized& q, cudaStream_t stream) {
       case Elements::kE4m3: decode_codes<E4M3, Out><<<grid, kThreads, 0, stream>>>(args); break;
       case Elements::kE5m2: decode_codes<E5M2, Out><<<grid, kThreads, 0, stream>>>(args); break;
       case Elements::kE2m1: decode_codes<E2M1, Out><<<grid, kThreads, 0, stream>>>(args); break;
+      case Elements::kE1m2: decode_codes<E1M2, Out><<<grid, kThreads, 0, stream>>>(args); break;
       case Elements::kBf16: return;
     }
     check_launch("dequantize");
@@ -192,9 +191,7 @@ FactorArgs factor_args(const Quantized& q) {
 __device__ __forceinline__ float tensor_factor_at(const FactorArgs& args, std::int64_t e) {
   if (args.spec.rule == ScaleRule::kTensor) return args.scale[e];
   if (block_rule(args.spec.rule) == BlockRule::kE4m3)
-    return scale_of_tensor<E2M1>(args.spec.rule, args.spec.scale_rounding,
-                                 magnitude_bits(args.amax[e]))
-        .scale;
+    return scale_above_blocks(args.spec, args.amax[e]);
   return 1.0f;
 }
 

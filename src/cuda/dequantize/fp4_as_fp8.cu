@@ -1,4 +1,4 @@
-// E2M1 codes under power-of-two scales -> E4M3 codes of whole rows (core/fp4_as_fp8.h). A warp
+// 4-bit codes under power-of-two scales -> E4M3 codes of whole rows (core/fp4_as_fp8.h). A warp
 // takes a row, or a row of a group along the contraction dimension: its largest scale, then its
 // codes, 16 a lane.
 //
@@ -33,9 +33,10 @@ __device__ __forceinline__ int exponent_at(const Fp4AsFp8Args& args, const std::
   return args.is_mx ? fp4_exponent_e8m0(scale[block]) : fp4_exponent_e4m3(scale[block]);
 }
 
+template <class F>
 __device__ __forceinline__ Fp8CodeTable table_of(int exponent, int row_exponent) {
   return exponent == kFp4AsFp8Nan ? fp8_nan_table()
-                                  : fp8_code_table(fp4_as_fp8_factor(exponent, row_exponent));
+                                  : fp8_code_table<F>(fp4_as_fp8_factor<F>(exponent, row_exponent));
 }
 
 // The operands of one launch: those of a product. Rows from `first_rows` on are the second's.
@@ -86,14 +87,11 @@ __device__ __forceinline__ int largest_exponent(const Fp4AsFp8Args& args, const 
 }
 
 // Returns the scale of a row.   part: its matrix or group
+template <class F>
 __device__ __forceinline__ float row_scale_of(const Fp4AsFp8Args& args, int row_exponent,
                                               std::uint32_t part) {
-  const float tensor = args.is_mx
-                           ? 1.0f
-                           : scale_of_tensor<E2M1>(args.q.spec.rule, args.q.spec.scale_rounding,
-                                                   magnitude_bits(args.q.amax[part]))
-                                 .scale;
-  return fp4_as_fp8_row_scale(row_exponent, tensor);
+  const float tensor = args.is_mx ? 1.0f : scale_above_blocks(args.q.spec, args.q.amax[part]);
+  return fp4_as_fp8_row_scale<F>(row_exponent, tensor);
 }
 
 // Returns the 16 codes from `col` on, zeros past the end of the row.
@@ -125,16 +123,12 @@ __device__ __forceinline__ void store_fp8_codes(const Fp4AsFp8Args& args, const 
     if (col + i < end) to[col + i] = static_cast<std::uint8_t>(words[i / 4] >> (i % 4 * 8));
 }
 
-__global__ void __launch_bounds__(kThreads)
-    write_as_fp8(const __grid_constant__ Fp4AsFp8Pair pair) {
+// Writes row `i` of all of an operand's rows, by a warp.
+template <class F>
+__device__ __forceinline__ void write_row(const Fp4AsFp8Args& args, std::uint32_t i,
+                                          const RowPlace& at) {
   constexpr std::uint32_t kTogether = 4, kStep = 32 * kVec;
-  const std::uint32_t all = blockIdx.x * kWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
-  const bool is_second = all >= pair.first_rows;
-  if (is_second && all - pair.first_rows >= pair.second_rows) return;  // the whole warp
-  const Fp4AsFp8Args& args = pair.operands[is_second];
-  const std::uint32_t i = is_second ? all - pair.first_rows : all;
-  RowPlace at;
-  if (!find_row(args, i, at)) return;
+  const std::uint32_t lane = threadIdx.x % 32;
   const std::uint8_t* from = args.q.codes + std::uint64_t{at.line} * args.pitch;
   std::uint8_t* to = args.codes + std::uint64_t{at.line} * args.padded;
 
@@ -146,20 +140,35 @@ __global__ void __launch_bounds__(kThreads)
   };
   std::uint32_t col = at.first + lane * kVec;
   load(col);
-  const int row_exponent = fp4_row_exponent(largest_exponent(args, at));
-  if (lane == 0) args.row_scale[i] = row_scale_of(args, row_exponent, at.part);
+  const int row_exponent = fp4_row_exponent<F>(largest_exponent(args, at));
+  if (lane == 0) args.row_scale[i] = row_scale_of<F>(args, row_exponent, at.part);
   while (col < at.end) {
 #pragma unroll
     for (std::uint32_t j = 0; j < kTogether; ++j) {
       const std::uint32_t here = col + j * kStep;
       if (here >= at.end) break;
       const Fp8CodeTable table =
-          table_of(exponent_at(args, at.scale, here >> args.width_log2), row_exponent);
+          table_of<F>(exponent_at(args, at.scale, here >> args.width_log2), row_exponent);
       store_fp8_codes(args, table, codes[j], to, here, at.end);
     }
     col += kTogether * kStep;
     load(col);
   }
+}
+
+__global__ void __launch_bounds__(kThreads)
+    write_as_fp8(const __grid_constant__ Fp4AsFp8Pair pair) {
+  const std::uint32_t all = blockIdx.x * kWarps + threadIdx.x / 32;
+  const bool is_second = all >= pair.first_rows;
+  if (is_second && all - pair.first_rows >= pair.second_rows) return;  // the whole warp
+  const Fp4AsFp8Args& args = pair.operands[is_second];
+  const std::uint32_t i = is_second ? all - pair.first_rows : all;
+  RowPlace at;
+  if (!find_row(args, i, at)) return;
+  if (args.q.spec.elements == Elements::kE1m2)
+    write_row<E1M2>(args, i, at);
+  else
+    write_row<E2M1>(args, i, at);
 }
 
 // Returns the rows that take a warp each.

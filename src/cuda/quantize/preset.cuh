@@ -183,22 +183,23 @@ __device__ __forceinline__ Transformed16 transform_preset(const Elements& x) {
   }
 }
 
-// Returns 2^(6 - K) of a row that is written as FP8, from its amax: a block's scale rises with its
+// Returns 2^(T - K) of a row that is written as FP8, from its amax: a block's scale rises with its
 // amax.
 template <class C>
 __device__ __forceinline__ float fp8_row_factor(const KernelOperand& plan, const MatrixScale& scale,
                                                 std::uint32_t row) {
   if constexpr (C::kAsFp8) {
     const std::uint32_t amax = __ldg(plan.row_amax + row);
-    const float largest = block_scale<E2M1>(C::kRule, C::kRounding, scale, amax).scale;
-    const int exponent = fp4_row_exponent(fp4_exponent_of_value(largest));  // -9 to 8
-    return bit_cast<float>(static_cast<std::uint32_t>(Float32::kBias + kFp4AsFp8Top - exponent)
+    using F = typename C::F;
+    const float largest = block_scale<F>(C::kRule, C::kRounding, scale, amax).scale;
+    const int exponent = fp4_row_exponent<F>(fp4_exponent_of_value(largest));  // -9 to 8
+    return bit_cast<float>(static_cast<std::uint32_t>(Float32::kBias + kFp4AsFp8Top<F> - exponent)
                            << Float32::kMantissaBits);
   } else {
     return 1.0f;
   }
 }
-// Stores the scale of that row, 2^(K - 6) times the tensor's.   factor: 2^(6 - K)
+// Stores the scale of that row, 2^(K - T) times the tensor's.   factor: 2^(T - K)
 __device__ __forceinline__ void store_fp8_row_scale(const KernelOperand& plan,
                                                     const MatrixScale& scale, std::uint32_t row,
                                                     float factor) {
@@ -228,9 +229,9 @@ __device__ __forceinline__ void encode_and_store(const KernelOperand& plan,
   const Codes<typename C::F> codes = encode_in_block<typename C::F, C::kStochastic>(
       plan, C::kRule, transformed.vec, block, bits, transformed.transform_factor);
   if constexpr (C::kAsFp8) {
-    // Under a NaN scale the codes are 6 without signs, and 6 times it is NaN.
+    // Under a NaN scale the codes are the largest without signs, and it times NaN is NaN.
     *reinterpret_cast<uint4*>(to) =
-        fp8_codes(fp8_code_table(block.scale * row_factor), codes.w[0], codes.w[1]);
+        fp8_codes(fp8_code_table<typename C::F>(block.scale * row_factor), codes.w[0], codes.w[1]);
     return;
   }
   store_encoded(plan, codes, block, to, at);

@@ -42,19 +42,20 @@ using BlockRandom = PresetCast<ScaleRule::kBlock, E4M3, true, false>;
 using Mxfp8Random = PresetCast<ScaleRule::kMx, E4M3, true, false>;
 using Mxfp8Block2d = PresetCast<ScaleRule::kMx, E4M3, false, false, true>;
 
-// The casts to E2M1 under one rule.
-template <ScaleRule Rule, ScaleRounding Rounding = ScaleRounding::kDefault>
+// The casts to a 4-bit format under one rule.
+template <ScaleRule Rule, ScaleRounding Rounding = ScaleRounding::kDefault, class F = E2M1>
 struct Fp4 {
-  using Straight = PresetCast<Rule, E2M1, false, false, false, Rounding>;
-  using Block2d = PresetCast<Rule, E2M1, false, false, true, Rounding>;
-  using Transformed = PresetCast<Rule, E2M1, false, true, false, Rounding>;
-  using Random = PresetCast<Rule, E2M1, true, false, false, Rounding>;
-  using TransformedRandom = PresetCast<Rule, E2M1, true, true, false, Rounding>;
+  using Straight = PresetCast<Rule, F, false, false, false, Rounding>;
+  using Block2d = PresetCast<Rule, F, false, false, true, Rounding>;
+  using Transformed = PresetCast<Rule, F, false, true, false, Rounding>;
+  using Random = PresetCast<Rule, F, true, false, false, Rounding>;
+  using TransformedRandom = PresetCast<Rule, F, true, true, false, Rounding>;
 };
 using Mxfp4 = Fp4<ScaleRule::kMx>;
 using Nvfp4 = Fp4<ScaleRule::kNvfp4>;
 using Nvfp4Pow2 = Fp4<ScaleRule::kNvfp4, ScaleRounding::kPowerOfTwo>;
 using Nvfp4FourOverSix = Fp4<ScaleRule::kNvfp4, ScaleRounding::kFourOverSix>;
+using E1m2Pow2 = Fp4<ScaleRule::kNvfp4, ScaleRounding::kPowerOfTwo, E1M2>;
 using StraightAsFp8 = AsFp8<Nvfp4Pow2::Straight>;
 using RandomAsFp8 = AsFp8<Nvfp4Pow2::Random>;
 using TransformedAsFp8 = AsFp8<Nvfp4Pow2::Transformed>;
@@ -99,6 +100,8 @@ using Table = List<
     Pair<Nvfp4Pow2::Straight, Absent, kOfMemoryRows>,
     Pair<Nvfp4Pow2::Random, Absent, kOfMemoryRows>,
     Pair<Nvfp4FourOverSix::Straight, Absent, kRowsWalk>,
+    Pair<E1m2Pow2::Transformed, Absent, kRowsWalk>,
+    Pair<E1m2Pow2::TransformedRandom, Absent, kRowsWalk>,
     Pair<StraightAsFp8, Absent, kRowsWalk>,
     Pair<RandomAsFp8, Absent, kRowsWalk>,
 
@@ -137,6 +140,8 @@ using Table = List<
     Pair<Nvfp4Pow2::Random, Nvfp4Pow2::TransformedRandom, kOfMemoryTiles>,
     Pair<Nvfp4Pow2::TransformedRandom, Nvfp4Pow2::TransformedRandom, kOfMemoryTiles>,
     Pair<Nvfp4Pow2::Block2d, Nvfp4Pow2::Block2d, kTilesWalk | kFp32TilesWalk | kBlocks2dWalk>,
+    Pair<E1m2Pow2::Transformed, E1m2Pow2::Transformed, kTilesWalk>,
+    Pair<E1m2Pow2::TransformedRandom, E1m2Pow2::TransformedRandom, kTilesWalk>,
     Pair<Nvfp4FourOverSix::Block2d, Nvfp4FourOverSix::Block2d, kBlocks2dWalk>,
     Pair<Mxfp8, Nvfp4::Transformed, kOfMemoryTiles>,
     Pair<Mxfp8, Nvfp4::Block2d, kTilesWalk>,

@@ -24,6 +24,7 @@ __device__ __forceinline__ float scale_of_whole(const WholeArgs& args, std::uint
     case Elements::kE4m3: return fp32_factors<E4M3>(args.rule, args.rounding, amax).scale;
     case Elements::kE5m2: return fp32_factors<E5M2>(args.rule, args.rounding, amax).scale;
     case Elements::kE2m1:
+    case Elements::kE1m2:
     case Elements::kBf16: break;  // no fp32 scale
   }
   return nan_value();

@@ -202,6 +202,7 @@ void sum_messages(const Messages& m, const MessageLayout& layout, DType dtype, v
     case Elements::kE4m3: return launch_sum<E4M3>(args, dtype, stream);
     case Elements::kE5m2: return launch_sum<E5M2>(args, dtype, stream);
     case Elements::kE2m1: return launch_sum<E2M1>(args, dtype, stream);
+    case Elements::kE1m2: return launch_sum<E1M2>(args, dtype, stream);
     case Elements::kBf16:
       return launch_parts<Part<Bf16Values, ScaleRule::kNone>>(args, dtype, stream);
   }

@@ -240,11 +240,15 @@ void add_grid(Table<ShardEntry>& table, ShardEntry e) {
 
 // Returns whether cells are one column wide.
 bool is_narrow(const ShardEntry& e) { return e.width_log2 == 0; }
-// Returns whether one read of their master serves both directions.
+// Returns whether one read of their master serves both directions, by a kernel that there is.
 bool is_pair(const PartialCast& a, const PartialCast& b) {
-  return !a.shard.empty() && a.master == b.master && a.dtype == b.dtype && a.compute == b.compute &&
-         a.rows == b.rows && a.cols == b.cols && a.shard.begin == b.shard.begin &&
-         a.shard.end == b.shard.end && !a.spec.delayed && !b.spec.delayed;
+  const bool has_kernel =
+      a.spec.elements == b.spec.elements ||
+      (a.spec.elements != Elements::kE1m2 && b.spec.elements != Elements::kE1m2);
+  return has_kernel && !a.shard.empty() && a.master == b.master && a.dtype == b.dtype &&
+         a.compute == b.compute && a.rows == b.rows && a.cols == b.cols &&
+         a.shard.begin == b.shard.begin && a.shard.end == b.shard.end && !a.spec.delayed &&
+         !b.spec.delayed;
 }
 // Calls both(cast, next) for two consecutive casts that are a pair, and alone(cast) for each other.
 template <class Alone, class Both>
@@ -353,6 +357,7 @@ void partial_cast(std::span<const PartialCast> casts, const Execution& execution
       case Elements::kE4m3: cast_elements<E4M3>(tables, elements, execution); break;
       case Elements::kE5m2: cast_elements<E5M2>(tables, elements, execution); break;
       case Elements::kE2m1: cast_elements<E2M1>(tables, elements, execution); break;
+      case Elements::kE1m2: cast_elements<E1M2>(tables, elements, execution); break;
       case Elements::kBf16: break;
     }
 }

@@ -257,7 +257,7 @@ __device__ __forceinline__ float scaled(float x, float factor) {
   const float v = x * factor;
   if constexpr (F::kBits == 8) return v;
   if (factor == 0.0f) return 0.0f;  // without a sign
-  return v != v ? F::kMax : v;      // E2M1 has no NaN: +6
+  return v != v ? F::kMax : v;      // no NaN of 4 bits: +kMax
 }
 // Encodes the next patch: each call takes the first patch's factor from the front.
 template <class F>
@@ -330,14 +330,23 @@ __global__ void __launch_bounds__(kThreads, kCastBlocks)
   });
 }
 
+// Whether one kernel casts both formats: E1M2 has none beside another format (is_pair).
+template <class F, class Second>
+constexpr bool kHasPair = std::is_same_v<F, Second> || std::is_same_v<Second, Absent> ||
+                          !(std::is_same_v<F, E1M2> || std::is_same_v<Second, E1M2>);
+template <class F, class Second>
+void launch_pairs(const Table<ShardPair>& pairs, const Execution& execution) {
+  if constexpr (kHasPair<F, Second>)
+    launch_over(pairs, cast_of_shard_pairs<F, Second>, "partial_cast", execution);
+}
 template <class F>
 void cast_pairs_with(Elements second, const Table<ShardPair>& pairs, const Execution& execution) {
-  const auto launch = [&](auto kernel) { launch_over(pairs, kernel, "partial_cast", execution); };
   switch (second) {
-    case Elements::kE4m3: return launch(cast_of_shard_pairs<F, E4M3>);
-    case Elements::kE5m2: return launch(cast_of_shard_pairs<F, E5M2>);
-    case Elements::kE2m1: return launch(cast_of_shard_pairs<F, E2M1>);
-    case Elements::kBf16: return launch(cast_of_shard_pairs<F, Absent>);
+    case Elements::kE4m3: return launch_pairs<F, E4M3>(pairs, execution);
+    case Elements::kE5m2: return launch_pairs<F, E5M2>(pairs, execution);
+    case Elements::kE2m1: return launch_pairs<F, E2M1>(pairs, execution);
+    case Elements::kE1m2: return launch_pairs<F, E1M2>(pairs, execution);
+    case Elements::kBf16: return launch_pairs<F, Absent>(pairs, execution);
   }
 }
 
@@ -353,6 +362,7 @@ void cast_pairs(Elements first, Elements second, const Table<ShardPair>& pairs,
     case Elements::kE4m3: return cast_pairs_with<E4M3>(second, pairs, execution);
     case Elements::kE5m2: return cast_pairs_with<E5M2>(second, pairs, execution);
     case Elements::kE2m1: return cast_pairs_with<E2M1>(second, pairs, execution);
+    case Elements::kE1m2: return cast_pairs_with<E1M2>(second, pairs, execution);
     case Elements::kBf16: return;
   }
 }

@@ -10,14 +10,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.support.pairs import pairs
 from tests.support.sharded_models import assert_equal, batch, built, sharded, train, whole
-from tests.support.specs import BLOCKS_RECIPE, EDEN_RECIPE
+from tests.support.specs import BLOCKS_RECIPE, EDEN_RECIPE, UNIFORM_RECIPE
 from tests.support.worlds import run_world
 
 # ---- training equals one process -----------------------------------------------------------------
 
 PRESETS = [
     "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp8_2d", "mxfp4",
-    "nvfp4", "mxfp8_nvfp4", "nvfp4_mxfp8", EDEN_RECIPE, BLOCKS_RECIPE,
+    "nvfp4", "mxfp8_nvfp4", "nvfp4_mxfp8", EDEN_RECIPE, BLOCKS_RECIPE, UNIFORM_RECIPE,
 ]  # fmt: skip
 CASES = pairs(
     PRESETS,

@@ -29,6 +29,7 @@ RECIPES = [
     *(one(s) for s in ("e4m3/tensor", "e5m2/tensor", "e4m3/row", "e4m3/row+exact")),
     *(one(s) for s in ("e4m3/128x128", "mxfp8", "mxfp8/32x32", "mxfp4", "nvfp4", "nvfp4/16x16")),
     *(one(s) for s in ("e4m3/1x128", "nvfp4/16x16+pow2", "mxfp4+rht", "nvfp4+rht32")),
+    *(one(s) for s in ("e1m2/1x16+rht", "e1m2/16x16+pow2", "e1m2/1x32")),
     written("mxfp8", "nvfp4/16x16"),
     written("nvfp4/16x16", "mxfp8"),
     written("nvfp4", "nvfp4+rht"),
