@@ -10,6 +10,7 @@ import torch
 from minifloat.inspector import StepGuard
 from torch import nn
 
+from tests.support.guard_warnings import said_by
 from tests.support.host_reads import HostReads
 from tests.support.same_bits import require_all_same
 from tests.support.sharded_models import batch, built
@@ -52,15 +53,6 @@ def train(model, optimizer, steps, end=mf.step):
         for each in listed(optimizer):
             each.zero_grad()
         end(model)
-
-
-def said_by(function):
-    """Returns what guards warned of while a function ran."""
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        function()
-    said = [str(w.message) for w in found]
-    return [text for text in said if "gradients are not finite" in text]
 
 
 def train_guarded(model, optimizer, steps, on_nonfinite="skip"):

@@ -242,7 +242,8 @@ class StepGuard:
         if getattr(optimizer, "found_inf", None) is self._flag:
             del optimizer.found_inf  # type: ignore[attr-defined]
         for parameter, gradient in self._held:
-            parameter.grad = gradient
+            if parameter.grad is None:  # else it is of a backward after a step that raised
+                parameter.grad = gradient
         self._held = []
 
     # ---- the flags -------------------------------------------------------------------------------
@@ -250,6 +251,8 @@ class StepGuard:
     def _begin(self, batches: tuple[Any, ...]) -> None:
         """Reads the gradients of a new step, after the report of the last one."""
         self._stepped = None  # until nothing has raised: else the next step begins anew
+        for optimizer in self._optimizers:  # of a step that raised, before the flag is another
+            self._after(optimizer)
         is_captured = self._event is not None and torch.cuda.is_current_stream_capturing()
         if not is_captured:
             self.report()
