@@ -54,3 +54,40 @@ def test_gradients_after_a_step_that_raised():
     model(torch.ones(2, 4)).sum().backward()
     assert not said_by(optimizer.step)
     assert torch.equal(model.weight, before - 2)
+
+
+def two_layers():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    return model, [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in model]
+
+
+@pytest.mark.parametrize("checks", [False, True])
+def test_clipping_between_looks_and_steps(checks):
+    """It makes no other step, whether all are clipped at once, or each optimizer's alone."""
+    model, optimizers = two_layers()
+    guard = StepGuard(model, optimizers, on_nonfinite="skip")
+
+    def step():
+        (model(torch.ones(2, 4)).sum() * math.inf).backward()
+        if checks:
+            guard.check()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for layer, optimizer in zip(model, optimizers):
+            nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+            optimizer.step()
+
+    assert len(said_by(step)) == guard.steps == 1
+
+
+def test_new_gradients_in_the_memory_of_old_ones():
+    """A tensor is another, though it has the number of one that was freed."""
+    for _ in range(20):
+        model, (first, second) = two_layers()
+        before = model[1].weight.detach().clone()
+        StepGuard(model, [first, second], on_nonfinite="skip")
+        model(torch.ones(2, 4)).sum().backward()
+        first.step()
+        second.zero_grad()
+        (model(torch.ones(2, 4)).sum() * math.inf).backward()
+        said_by(second.step)
+        assert torch.equal(model[1].weight, before)

@@ -220,3 +220,23 @@ def test_a_rank_without_a_guard_is_named():
     words = last_words(2, make_none, seconds=4)
     assert "expected all 2 ranks to make one of" in words[0]
     assert "ranks [1] have not arrived" in words[0]
+
+
+def check_clipping(rank):
+    """Of each optimizer alone, where a rank has no gradient for the second one."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in model]
+    with StepGuard(model, optimizers, on_nonfinite="raise") as guard:
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            if rank == 1:
+                optimizers[1].zero_grad()
+            for layer, optimizer in zip(model, optimizers):
+                nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert guard.steps == 2
+
+
+def test_ranks_that_clip_other_gradients():
+    run_world(2, check_clipping)

@@ -131,7 +131,7 @@ class StepGuard:
         if self._device.type == "cuda":
             self._event = torch.cuda.Event()
         self._looked: list[Tensor] = []  # parameters whose gradients have flags
-        self._writes: dict[int, list[tuple[int, int]]] = {}  # of an optimizer's gradients
+        self._gradients: dict[int, weakref.ref[Tensor]] = {}  # those, of several optimizers, by id
         self._batches: tuple[Any, ...] = ()
         self._sent: Sent | None = None
         self._stepped: set[int] | None = None  # optimizers since the gradients were read
@@ -225,7 +225,7 @@ class StepGuard:
         if (
             stepped is None
             or id(optimizer) in stepped
-            or (stepped and self._writes_of(optimizer) != self._writes[id(optimizer)])
+            or (stepped and not self._has_looked_at(optimizer))
         ):
             self._begin(())
         self._stepped = {*(self._stepped or ()), id(optimizer)}
@@ -286,7 +286,8 @@ class StepGuard:
                 parameters.append(parameter)
                 gradients.append(gradient)
         if len(self._optimizers) > 1:
-            self._writes = {id(o): self._writes_of(o) for o in self._optimizers}
+            gradients = [p.grad for p in self._parameters() if p.grad is not None]
+            self._gradients = {id(gradient): weakref.ref(gradient) for gradient in gradients}
         found = []
         for parameters, gradients in lists.values():
             self._looked += parameters
@@ -303,10 +304,11 @@ class StepGuard:
         if self._ranks is not None:
             dist.all_reduce(self._flags[:1], op=dist.ReduceOp.MAX, group=self._ranks)
 
-    def _writes_of(self, optimizer: Optimizer) -> list[tuple[int, int]]:
-        """Returns what changes where a gradient of an optimizer is written, or is another."""
+    def _has_looked_at(self, optimizer: Optimizer) -> bool:
+        """Tells whether no gradient of an optimizer is a new one; clipping writes in place."""
         gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-        return [(id(g), getattr(g, "_local_tensor", g)._version) for g in gradients]
+        known = [self._gradients.get(id(gradient)) for gradient in gradients]
+        return all(ref is not None and ref() is g for ref, g in zip(known, gradients))
 
     def _parameters(self) -> Iterator[Tensor]:
         for optimizer in self._optimizers:
