@@ -22,11 +22,6 @@ def test_norms_of_tensors_have_their_inf_and_nan():
     torch.testing.assert_close(norms, torch.tensor([4.0, math.nan, math.inf]), equal_nan=True)
 
 
-def test_values_of_a_sparse_tensor_that_is_not_coalesced():
-    t = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.tensor([2.0, 3.0]), (4,))
-    assert private.values_of_sparse(t).tolist() == [2, 3]
-
-
 def test_addresses_are_refused_until_a_tensor_is_freed():
     t, other = torch.ones(2), torch.ones(2)
     private.refuse_addresses(t, "no memory")

@@ -40,7 +40,6 @@ __all__ = [
 # Functions that torch has no public name for. Bound, so that a call costs no look-up more.
 copy_all_ = torch._foreach_copy_  # (to, from): one kernel for a list of tensors
 norms_of = torch._foreach_norm  # (tensors, order): the norm of each, by few kernels
-values_of_sparse = torch.Tensor._values  # of a COO tensor, also where it is not coalesced
 grouped_mm = torch._grouped_mm  # what F.grouped_mm was called, and other libraries still call
 sleep_cycles = torch.cuda._sleep  # (clock cycles): keeps the GPU busy
 # (device index) -> the current stream's handle; a torch without CUDA has none

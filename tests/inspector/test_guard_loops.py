@@ -91,3 +91,14 @@ def test_new_gradients_in_the_memory_of_old_ones():
         (model(torch.ones(2, 4)).sum() * math.inf).backward()
         said_by(second.step)
         assert torch.equal(model[1].weight, before)
+
+
+def test_rows_of_a_sparse_gradient_whose_sum_overflows():
+    model = nn.Embedding(4, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(model.parameters())
+    before = model.weight.detach().clone()
+    StepGuard(model, optimizer, on_nonfinite="skip")
+    (model(torch.tensor([1, 1])) * 3e38).sum().backward()
+    assert not model.weight.grad.is_coalesced()
+    said_by(optimizer.step)
+    assert torch.equal(model.weight, before)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..nn.registry import is_distributed
-from ..private_torch import norms_of, values_of_sparse
+from ..private_torch import norms_of
 from ..tensor.quantized_tensor import QuantizedTensor
 
 
@@ -81,7 +81,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
     if gradient is None:
         return None
     if gradient.is_sparse:
-        gradient = values_of_sparse(gradient)
+        gradient = gradient.coalesce().values()  # sums of a row's values may overflow
     elif type(gradient) is not Tensor and is_distributed(gradient):
         gradient = gradient.to_local()
     if gradient.is_complex():
