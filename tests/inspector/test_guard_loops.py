@@ -102,3 +102,18 @@ def test_rows_of_a_sparse_gradient_whose_sum_overflows():
     assert not model.weight.grad.is_coalesced()
     said_by(optimizer.step)
     assert torch.equal(model.weight, before)
+
+
+def test_momentum_keeps_negative_zeros():
+    """A first step of SGD keeps the gradient itself, and a weight of -0 minus -0 is +0."""
+    steps = []
+    for is_guarded in (False, True):
+        model = nn.ParameterList([nn.Parameter(torch.full((8,), -0.0))])
+        optimizer = torch.optim.SGD(model, lr=0.1, momentum=0.9, fused=True)
+        if is_guarded:
+            StepGuard(model, optimizer, on_nonfinite="raise")
+        model[0].grad = torch.full((8,), -0.0)
+        optimizer.step()
+        momentum = optimizer.state[model[0]]["momentum_buffer"]
+        steps.append((model[0].signbit().tolist(), momentum.signbit().tolist()))
+    assert steps[0] == steps[1] == ([False] * 8, [True] * 8)

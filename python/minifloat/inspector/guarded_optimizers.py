@@ -54,15 +54,16 @@ def reads_flag(optimizer: Optimizer) -> bool:
 
 
 def make_momentum(optimizer: Optimizer) -> None:
-    """Gives SGD zeros where its first step would keep the gradient as momentum: the sum is equal.
+    """Gives SGD -0 where its first step would keep the gradient as momentum: the sum is equal.
 
-    torch leaves that memory unwritten where a first step is left out.
+    A sum with +0 would turn -0 into +0. torch leaves that memory unwritten where a first step is
+    left out.
     """
     for group in optimizer.param_groups:
         if group.get("momentum"):
             for p in group["params"]:
                 if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
-                    optimizer.state[p]["momentum_buffer"] = torch.zeros_like(p)
+                    optimizer.state[p]["momentum_buffer"] = torch.full_like(p, -0.0)
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
