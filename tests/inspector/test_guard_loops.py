@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from minifloat.inspector import StepGuard
+from minifloat.nn.state.guarded_steps import guard_of
 from torch import nn
 
 from tests.support.guard_warnings import said_by
@@ -117,3 +118,14 @@ def test_momentum_keeps_negative_zeros():
         momentum = optimizer.state[model[0]]["momentum_buffer"]
         steps.append((model[0].signbit().tolist(), momentum.signbit().tolist()))
     assert steps[0] == steps[1] == ([False] * 8, [True] * 8)
+
+
+def test_a_guard_that_is_removed_twice():
+    """It leaves the one that came after it alone."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    first = StepGuard(model, optimizer, on_nonfinite="skip")
+    first.remove()
+    second = StepGuard(model, optimizer, on_nonfinite="skip")
+    first.remove()
+    assert guard_of(model) is second

@@ -189,7 +189,8 @@ class StepGuard:
         for handle in self._handles:
             handle.remove()
         for module in self._model.modules():
-            guards.pop(module, None)
+            if guards.get(module) == weakref.ref(self):  # else it was removed before
+                del guards[module]
 
     # ---- an optimizer's step ---------------------------------------------------------------------
 
