@@ -3,6 +3,7 @@
 import copy
 import math
 
+import minifloat as mf
 import pytest
 import torch
 from minifloat.inspector import StepGuard
@@ -11,6 +12,7 @@ from torch import nn
 
 from tests.support.guard_warnings import said_by
 from tests.support.same_bits import require_all_same
+from tests.support.sharded_models import batch, built
 
 
 class Fault(Exception):
@@ -129,3 +131,21 @@ def test_a_guard_that_is_removed_twice():
     second = StepGuard(model, optimizer, on_nonfinite="skip")
     first.remove()
     assert guard_of(model) is second
+
+
+def test_mf_step_of_a_module_around_the_guarded_one():
+    model = built("fp8_delayed")
+    outer = nn.ModuleDict({"first": nn.Linear(4, 4), "model": model})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = copy.deepcopy(mf.training_state(outer))
+    StepGuard(model, optimizer, on_nonfinite="skip")
+    x = batch(0)
+    x[0, 0] = math.inf
+    model(x).sum().backward()
+    said_by(optimizer.step)
+    mf.step(outer)
+    found = mf.training_state(outer)
+    histories = [name for name in found if name.endswith("amax_history")]
+    require_all_same({n: found[n] for n in histories}, {n: before[n] for n in histories})
+    with pytest.raises(ValueError, match="expected a model without a guard"):
+        StepGuard(outer, optimizer, on_nonfinite="skip")

@@ -25,16 +25,15 @@ class Guard(Protocol):
         """Copies what was found of the last step to the host, and waits for nothing."""
 
 
-# Every module of a guarded model; mf.step may get a list of its stages.
+# Every module of a guarded model; mf.step may get a part of it, or a module around it.
 guards: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Guard]] = weakref.WeakKeyDictionary()
 
 
 def guard_of(model: nn.Module) -> Guard | None:
-    """Returns the guard of a model, or of the first module in an nn.ModuleList; None: it has none.
+    """Returns the guard of a model, or of the first module in it that has one; None: none has.
 
     Args:
         model: without wrappers (names.unwrapped).
     """
-    first = next(iter(model.children()), model) if isinstance(model, nn.ModuleList) else model
-    found = guards.get(model) or guards.get(first)
-    return None if found is None else found()
+    found = (guard() for module in model.modules() if (guard := guards.get(module)) is not None)
+    return next((guard for guard in found if guard is not None), None) if guards else None
