@@ -240,3 +240,24 @@ def check_clipping(rank):
 
 def test_ranks_that_clip_other_gradients():
     run_world(2, check_clipping)
+
+
+def check_batches(rank):
+    """Ranks with other numbers of batches would wait for each other in a gather."""
+    model = sharded(built("mxfp8"))
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    guard = StepGuard(model, optimizer, on_nonfinite="raise", loss=loss_of)
+    x = batch(0)
+    x[2, 3] = math.inf
+    loss_of(model, x).backward()
+    batches = [x] if rank == 0 else [x, x]
+    with pytest.raises(FloatingPointError) as raised:
+        guard.check(*batches)
+    assert len(set(texts_of_ranks(str(raised.value)))) == 1
+    assert "ValueError: expected as many batches on all ranks, but rank 0 has 1; rank 1 has 2" in (
+        str(raised.value)
+    )
+
+
+def test_ranks_with_other_numbers_of_batches():
+    run_world(2, check_batches)

@@ -345,7 +345,7 @@ class StepGuard:
         if self._host[0] == 0:
             return False
         is_wrong = self._host[1:].tolist()
-        found = find(self._model, sent.parameters, is_wrong, sent.batches, self._loss)
+        found = find(self._model, sent.parameters, is_wrong, sent.batches, self._loss, self._ranks)
         text = described(sent.step, of_all_ranks(sent.step, found, self._ranks))
         if self._raises:
             drop_counts(self._model)

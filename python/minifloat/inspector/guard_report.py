@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..distributed.handshake import meet
+from ..distributed.handshake import meet, require_same
 from ..nn.names import join
 from ..nn.registry import named_modules
 from .nonfinite import find_nonfinite, first_of
 
 CALLED = "StepGuard: expected all {} ranks to report {}"
+ABSENT = "they have not come to optimizer.step()"
 
 # Which operand the gradients alone point to.
 OF_ALL = (
@@ -73,6 +74,7 @@ def find(
     is_wrong: Sequence[bool],
     batches: Sequence[Any],
     loss: Callable[[nn.Module, Any], Tensor] | None,
+    ranks: dist.ProcessGroup | None,
 ) -> Found:
     """Looks for the origin on this rank.
 
@@ -82,6 +84,7 @@ def find(
         is_wrong: whether the gradient of each is not finite.
         batches: the micro-batches of that step, which are repeated; none: nothing is.
         loss: (model, batch) -> a tensor of one element.
+        ranks: those that repeat as many batches; None: this one is alone.
     """
     known = names_of(model)
     places = {name: place for place, name in enumerate(known.values())}
@@ -97,13 +100,27 @@ def find(
     place, name = max(wrong, default=(-1, ""))
     bad = first_of([*named])
     repeated = None
-    if batches and loss is not None:
+    if loss is not None:
         try:
-            repeated = repeat(model, batches, loss)
+            if ranks is not None:
+                require_as_many(batches, ranks)
+            repeated = repeat(model, batches, loss) if batches else None
         except Exception as error:  # other ranks wait for the report
             repeated = (NOT_FOUND, f"{type(error).__name__}: {error}")
     weight = "" if bad is None else bad.where
     return Found(place, name, len(wrong), len(parameters), weight, repeated)
+
+
+def require_as_many(batches: Sequence[Any], ranks: dist.ProcessGroup) -> None:
+    """Raises ValueError on all ranks where one has more batches: others would wait for it."""
+    require_same(
+        "a StepGuard's batches:",
+        f"{len(batches)}",
+        ranks,
+        expected=CALLED,
+        absent=ABSENT,
+        differs="expected as many batches on all ranks",
+    )
 
 
 def repeat(
@@ -132,7 +149,7 @@ def of_all_ranks(step: int, found: Found, ranks: dist.ProcessGroup | None) -> li
         f"step {step}\n{json.dumps(found)}",
         ranks,
         expected=CALLED,
-        absent="they have not come to optimizer.step()",
+        absent=ABSENT,
     )
     if texts is None:
         return [found] * dist.get_world_size(ranks)
