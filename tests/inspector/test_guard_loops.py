@@ -2,6 +2,7 @@
 
 import copy
 import math
+import weakref
 
 import minifloat as mf
 import pytest
@@ -15,19 +16,15 @@ from tests.support.same_bits import require_all_same
 from tests.support.sharded_models import batch, built
 
 
-class Fault(Exception):
-    """What a hook of others raises."""
-
-
 def raise_after(guarded):
-    """Raises Fault in the optimizer's next step, after the guard's hook."""
+    """Raises KeyError in the optimizer's next step, after the guard's hook."""
 
     def fail(*_):
         handle.remove()
-        raise Fault
+        raise KeyError("of another hook")
 
     handle = guarded.register_step_pre_hook(fail)
-    with pytest.raises(Fault):
+    with pytest.raises(KeyError, match="of another hook"):
         said_by(guarded.step)
 
 
@@ -149,3 +146,19 @@ def test_mf_step_of_a_module_around_the_guarded_one():
     require_all_same({n: found[n] for n in histories}, {n: before[n] for n in histories})
     with pytest.raises(ValueError, match="expected a model without a guard"):
         StepGuard(outer, optimizer, on_nonfinite="skip")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_batches_are_kept_until_the_report(fused):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    guard = StepGuard(model, optimizer, on_nonfinite="skip", loss=lambda m, x: m(x).sum())
+    x = torch.ones(2, 4)
+    kept = weakref.ref(x)
+    model(x).sum().backward()
+    guard.check(x)
+    optimizer.step()
+    del x
+    assert (kept() is not None) == fused
+    guard.remove()
+    assert kept() is None

@@ -269,6 +269,7 @@ class StepGuard:
         self.left_out = self._flag
         if not is_captured:
             self.send()
+            self._batches = ()  # else each replay sends them
         if self._waits:
             self._is_left_out = self.report()
             self.left_out = self._flag if self._is_left_out else None
