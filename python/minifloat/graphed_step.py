@@ -124,6 +124,9 @@ class GraphedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_graphed:
             return _copied(self._run(*self._received(args, kwargs)))
+        guard = guard_of(unwrapped(self._model))
+        if guard is not None:
+            guard.report()  # with the last step's batch, which this one's arguments overwrite
         if self._left > 0:
             received = self._received(args, kwargs)
             self._optimizers.write_rates()
@@ -139,12 +142,16 @@ class GraphedStep:
             with _agreed("captured"):
                 graph = self._capture(*received)
             self._graph = graph  # where no rank has failed
-            self._guard = guard_of(unwrapped(self._model))
+            self._guard = guard
         else:
             self._members.require()
             self._modes.require()
             self._optimizers.require_settings()
-            self._require_same_guard()
+            if guard is not self._guard:
+                raise ValueError(
+                    "GraphedStep: expected the guard that the model had at the capture, or none, "
+                    "got another; make a new GraphedStep after a StepGuard is made or removed"
+                )
             self._received(args, kwargs)
             self._optimizers.write_rates()
         self._replay()
@@ -262,22 +269,10 @@ class GraphedStep:
         return graph
 
     def _replay(self) -> None:
-        """Replays the graph, in which no guard reports a step, nor sends its flags."""
-        graph = cast(torch.cuda.CUDAGraph, self._graph)
-        if self._guard is None:
-            graph.replay()
-            return
-        self._guard.report()
-        graph.replay()
-        self._guard.send()
-
-    def _require_same_guard(self) -> None:
-        """Raises ValueError where the model has another guard than at the capture."""
-        if guard_of(unwrapped(self._model)) is not self._guard:
-            raise ValueError(
-                "GraphedStep: expected the guard that the model had at the capture, or none, got "
-                "another; make a new GraphedStep after a StepGuard is made or removed"
-            )
+        """Replays the graph, in which no guard sends its flags."""
+        cast(torch.cuda.CUDAGraph, self._graph).replay()
+        if self._guard is not None:
+            self._guard.send()
 
     def _require_steps_ended(self) -> None:
         """Raises ValueError where amaxes of a step wait for mf.step."""

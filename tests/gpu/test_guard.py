@@ -150,3 +150,30 @@ def test_a_guard_that_comes_after_the_capture_is_refused(cuda):
         step(*inputs(2, cuda))
     guard.remove()
     step(*inputs(2, cuda))
+
+
+def test_a_graph_repeats_the_batch_of_its_step(cuda):
+    """The next call's arguments are written where that batch was."""
+    job = Job(cuda, "adamw")
+
+    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        return loss
+
+    guard = StepGuard(job.model, job.optimizer, on_nonfinite="raise", loss=loss_of)
+
+    def step(x: Tensor) -> None:
+        loss_of(job.model, x).backward()
+        guard.check(x)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+        mf.step(job.model)
+
+    run = mf.GraphedStep(step, job.model, job.optimizer, warm_ups=2)
+    for i in range(BAD):
+        run(batch(i).to(cuda))
+    x = batch(BAD)
+    x[0, 0] = math.inf
+    run(x.to(cuda))
+    with pytest.raises(FloatingPointError, match=r"in blocks\.0\.norm, x: 1 of 1152 values"):
+        run(batch(BAD + 1).to(cuda))
