@@ -119,6 +119,19 @@ def test_momentum_keeps_negative_zeros():
     assert steps[0] == steps[1] == ([False] * 8, [True] * 8)
 
 
+def test_a_check_of_a_step_that_was_given_up():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = copy.deepcopy(model.state_dict())
+    guard = StepGuard(model, optimizer, on_nonfinite="skip")
+    model(torch.ones(2, 4)).sum().backward()
+    guard.check()
+    optimizer.zero_grad()
+    (model(torch.ones(2, 4)).sum() * math.inf).backward()
+    said_by(optimizer.step)
+    require_all_same(model.state_dict(), before)
+
+
 def test_a_guard_that_is_removed_twice():
     """It leaves the one that came after it alone."""
     model = nn.Linear(4, 4)

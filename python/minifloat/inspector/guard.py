@@ -131,7 +131,7 @@ class StepGuard:
         if self._device.type == "cuda":
             self._event = torch.cuda.Event()
         self._looked: list[Tensor] = []  # parameters whose gradients have flags
-        self._gradients: dict[int, weakref.ref[Tensor]] = {}  # those, of several optimizers, by id
+        self._gradients: dict[int, weakref.ref[Tensor]] = {}  # what was looked at, by its id
         self._batches: tuple[Any, ...] = ()
         self._sent: Sent | None = None
         self._stepped: set[int] | None = None  # optimizers since the gradients were read
@@ -223,11 +223,7 @@ class StepGuard:
             self.left_out = self._sent = self._stepped = None
             return
         stepped = self._stepped
-        if (
-            stepped is None
-            or id(optimizer) in stepped
-            or (stepped and not self._has_looked_at(optimizer))
-        ):
+        if stepped is None or id(optimizer) in stepped or not self._has_looked_at(optimizer):
             self._begin(())
         self._stepped = {*(self._stepped or ()), id(optimizer)}
         if not self._waits:
@@ -287,9 +283,8 @@ class StepGuard:
                 parameters, gradients = lists.setdefault(key, ([], []))
                 parameters.append(parameter)
                 gradients.append(gradient)
-        if len(self._optimizers) > 1:
-            gradients = [p.grad for p in self._parameters() if p.grad is not None]
-            self._gradients = {id(gradient): weakref.ref(gradient) for gradient in gradients}
+        all_gradients = [p.grad for p in self._parameters() if p.grad is not None]
+        self._gradients = {id(gradient): weakref.ref(gradient) for gradient in all_gradients}
         found = []
         for parameters, gradients in lists.values():
             self._looked += parameters
