@@ -132,6 +132,14 @@ def test_a_check_of_a_step_that_was_given_up():
     require_all_same(model.state_dict(), before)
 
 
+def test_an_optimizer_that_is_listed_twice():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    guard = StepGuard(model, [optimizer, optimizer], on_nonfinite="skip")
+    (model(torch.ones(2, 4)).sum() * math.inf).backward()
+    assert len(said_by(optimizer.step)) == guard.steps == 1
+
+
 def test_a_guard_that_is_removed_twice():
     """It leaves the one that came after it alone."""
     model = nn.Linear(4, 4)

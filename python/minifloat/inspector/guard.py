@@ -106,7 +106,7 @@ class StepGuard:
     ) -> None:
         try:
             self._model = unwrapped(require_module("StepGuard", model))
-            self._optimizers = [*hooked_optimizers(optimizer)]
+            self._optimizers = [*dict.fromkeys(hooked_optimizers(optimizer))]  # hooked once each
             self._ranks = ranks_of(group)
             require_one_of("StepGuard: on_nonfinite", on_nonfinite, (RAISE, SKIP))
             if guard_of(self._model) is not None:
