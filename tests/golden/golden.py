@@ -37,10 +37,11 @@ CPU_ONLY_CASES = {
     r"moe fp8_(row|block)wise shared": "9: such sums too, of which a cast's code is another",
 }
 # Another order of a sum, and on some CPUs a second rounding to bf16, change an element by 2^-9 at
-# most and a result's sum (inputs.weighted_sum) by about 0.001. A GPU may round up to four times
-# (docs/numerics.md, section 10). A name has up to six results. Another code, scale or stream
-# changes elements by percents, and sums by 0.05 or more.
-TOLERANCES = {"cpu": 0.005, "cuda": 0.02}
+# most and a result's sum (inputs.weighted_sum) by about 0.001; by 0.006 after the three products of
+# experts, on a CPU with AVX2 alone. A GPU may round up to four times (docs/numerics.md, section
+# 10). A name has up to six results. Another code, scale or stream changes elements by percents, and
+# sums by 0.05 or more.
+TOLERANCES = {"cpu": 0.01, "cuda": 0.02}
 SHOWN = 8
 
 Lines = dict[str, str]  # a case's name: the rest of its line
