@@ -52,7 +52,10 @@ RUNS = {
     "export": (
         (),
         {},
-        ["served weights equal: True", "next numbers that the served model knows: 100%"],
+        [
+            "served weights are the codes' values: True",
+            "next numbers that the served model knows: 100%",
+        ],
     ),
     "train_accelerate": ((), {}, ["resumed weights equal: True"]),
     "train_accelerate, two processes": (TWO, {}, ["resumed weights equal: True"]),
