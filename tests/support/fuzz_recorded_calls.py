@@ -185,3 +185,17 @@ def _graphed_step(rng: Random, arena: Arena) -> Call:
 
     args = {"warm_ups": rng.choice((1, 3)), "x": torch.randn(4, 32), "rate": 0.1}
     return Call(run, args, is_of_models=True)
+
+
+@call("mf.inspector.StepGuard")
+def _step_guard(rng: Random, arena: Arena) -> Call:
+    def run(x: Any, on_nonfinite: Any, rate: Any) -> None:
+        layer = mf.Linear(32, 32, recipe="mxfp8")
+        optimizer = torch.optim.SGD(layer.parameters(), lr=rate)
+        with mf.inspector.StepGuard(layer, optimizer, on_nonfinite=on_nonfinite) as guard:
+            layer(x).float().square().mean().backward()
+            guard.check()
+            optimizer.step()
+
+    args = {"x": torch.randn(4, 32), "on_nonfinite": rng.choice(("raise", "skip")), "rate": 0.1}
+    return Call(run, args, is_of_models=True)
