@@ -256,15 +256,14 @@ def _revalued(rng: Random, arena: Arena, t: Tensor) -> Tensor:
 def _exotic(rng: Random, arena: Arena, t: Tensor) -> Any:
     """Makes a tensor of a layout or subclass without memory of its elements."""
     kind = rng.randrange(7)
-    if kind == 0:
-        return t.to("meta")
+    if kind in (0, 3):  # reads no values
+        return t.to("meta") if kind == 0 else torch._efficientzerotensor(t.shape, dtype=t.dtype)
+    if not is_inside_memory(t):  # freed by an earlier change: torch itself would read it
+        return t
     if kind == 1 and t.dim() == 2 and t.dtype == torch.float32:
         return t.to_sparse() if rng.random() < 0.5 else t.to_sparse_csr()
     if kind == 2 and t.is_floating_point() and t.element_size() > 1:
-        # torch negates the values before an op sees them, also those of freed memory.
-        return torch._neg_view(t) if is_inside_memory(t) else t
-    if kind == 3:
-        return torch._efficientzerotensor(t.shape, dtype=t.dtype)
+        return torch._neg_view(t)  # torch negates the values before an op sees them
     if kind == 4 and t.dtype == torch.float32:
         return torch.quantize_per_tensor(t, 0.1, 0, torch.qint8)
     if kind == 5 and t.dim() == 2 and t.dtype in (torch.float32, torch.bfloat16):
