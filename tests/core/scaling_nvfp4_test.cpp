@@ -300,6 +300,9 @@ TEST(Nvfp4OfE1m2, OfABlockWorkedByHand) {
     const std::uint32_t s =
         nvfp4_block_scale(magnitude_bits(10.5f), tensor.block_encode, Nvfp4Rounding::kNearest);
     EXPECT_EQ(s, 0x6Cu);
+    // fl32(1 / 1.75) is larger than 1 / 1.75: up from 96 is 104.
+    EXPECT_EQ(nvfp4_block_scale(magnitude_bits(10.5f), tensor.block_encode, Nvfp4Rounding::kUp),
+              0x6Du);
     const float enc = nvfp4_encode_factor(s, tensor.scale);
     EXPECT_EQ(enc, 1.0f / 6.0f);
     EXPECT_EQ(encode<E1M2>(10.5f * enc), 7u);
