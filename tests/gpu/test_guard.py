@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from minifloat.inspector import StepGuard
 from torch import Tensor, nn
 
+from tests.support.guard_warnings import said_by
 from tests.support.same_bits import require_all_same
 from tests.support.sharded_models import batch, built
 
@@ -52,13 +52,6 @@ def inputs(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Returns a batch, and the factor of the loss, which makes step BAD's gradients Inf or NaN."""
     factor = torch.tensor(math.inf if step == BAD else 1.0)
     return batch(step).to(device), factor.to(device)
-
-
-def said_by(function: Callable[[], object]) -> list[str]:
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        function()
-    return [str(w.message) for w in found if "gradients are not finite" in str(w.message)]
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

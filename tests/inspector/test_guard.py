@@ -10,6 +10,7 @@ import torch
 from minifloat.inspector import StepGuard
 from torch import nn
 
+from tests.inspector.test_nonfinite import Explodes
 from tests.support.guard_warnings import said_by
 from tests.support.host_reads import HostReads
 from tests.support.same_bits import require_all_same
@@ -167,20 +168,6 @@ def test_the_balance_of_experts():
 
 
 # ---- what the report names -----------------------------------------------------------------------
-
-
-class Explodes(torch.autograd.Function):
-    """The identity, whose gradient has an Inf."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, g):
-        g = g.clone()
-        g.view(-1)[7] = math.inf
-        return g
 
 
 def loss_of(model, x):

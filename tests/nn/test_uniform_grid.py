@@ -8,6 +8,7 @@ import torch
 from minifloat._native import ops
 from torch import nn
 
+from tests.nn.test_eden_layers import train
 from tests.support.loss_errors import loss_error
 from tests.support.specs import UNIFORM_POW2_RECIPE, UNIFORM_RECIPE
 
@@ -45,17 +46,7 @@ def built(recipe):
 def losses(recipe):
     model = built(recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    found = []
-    for step in range(60):
-        torch.manual_seed(step % 4)
-        x = torch.randn(128, 96)
-        loss = (model(x) - x.roll(1, -1)).square().mean()
-        found.append(loss.item())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mf.step(model)
-    return found
+    return train(model, optimizer, 0, 60)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
