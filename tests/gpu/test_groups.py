@@ -45,7 +45,6 @@ PAIRS = [pair for pair in recipe_pairs() if not any(map(has_blocks_2d, pair))]
 FLAGS = ["", "+sr", "+rht", "+sr+rht", "+rht64", "+sr+rht128"]
 ROW_BASES = [b for b in BASES if Spec.parse(b).amax_of == "row"]
 TENSOR_BASES = [b for b in BASES if Spec.parse(b).amax_of == "tensor"]
-FP4_AS_FP8 = ["mxfp4", "mxfp4+floor", "nvfp4+pow2"]
 
 # Ends of groups, and the rows of x: empty groups in every place, sizes around each unit, a last end
 # below the rows, one group, more groups than a warp has lanes, and ends that must be moved.
@@ -94,11 +93,7 @@ def grouped(
 
 def unit_of(spec: str, at_least: int = 0) -> int:
     """Returns the unit of the columnwise operand."""
-    block = 128 if "1x128" in spec else 32 if "mx" in spec or "nvfp4" in spec else 16
-    points = int(spec.split("+rht")[1].split("+")[0] or 16) if "+rht" in spec else 0
-    if "+eden" in spec:
-        points = 128
-    return max(block, points, at_least)
+    return max(Spec.parse(spec).group_unit, at_least)
 
 
 def written(name: str, out: Tensor, g: Grouped, spec: str, unit: int) -> Tensor:
@@ -225,7 +220,7 @@ def test_amaxes_of_columns(device):
 
 @pytest.mark.parametrize("base", ROW_BASES + TENSOR_BASES)
 def test_given_amax(device, base):
-    specs = [base] if base in ROW_BASES or "nvfp4" in base else [base, base + "+delayed"]
+    specs = [base] if Spec.parse(base).rule != "tensor" else [base, base + "+delayed"]
     for spec, g in itertools.product(specs, cases([128, 33])):
         rows, cols = g.x.shape
         is_of_rows = base in ROW_BASES
@@ -364,7 +359,7 @@ def test_values_of_codes(device, base, flags):
         out = ops.quantize(g.x, row, col, groups=g.table)
         codes, scale, amax = out[4:7] if columnwise else out[:3]
         unit = unit_of(spec) if columnwise else 0
-        cols = codes.shape[1] * (8 // (4 if "fp4" in spec else 8)) if columnwise else g.x.shape[1]
+        cols = codes.shape[1] * 8 // Spec.parse(spec).code_bits if columnwise else g.x.shape[1]
         # Bytes of no group are unspecified: any of them may be read, and none matters.
         inside = (slice(None), slice(g.last_col(unit))) if columnwise else (slice(g.end),)
         kw = {"groups": g.table, "group_unit": unit}
@@ -378,7 +373,7 @@ def test_values_of_codes(device, base, flags):
             require_same(got[inside], want[inside], f"dequantize {note}")
         got = ops.decode(*moved[:2], spec, cols, **there).cpu()
         require_same(got[inside], ops.decode(*operand[:2], spec, cols, **kw)[inside], note)
-        if base in FP4_AS_FP8:
+        if Spec.parse(spec).is_fp4_by_powers_of_two:
             got, got_scale = ops.fp4_as_fp8(*moved, spec, cols, **there)
             want, want_scale = ops.fp4_as_fp8(*operand, spec, cols, **kw)
             got, want = got.view(torch.uint8).cpu(), want.view(torch.uint8)

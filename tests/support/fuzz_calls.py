@@ -15,6 +15,7 @@ from typing import Any
 
 import minifloat as mf
 import torch
+from minifloat.spec import Spec
 from torch import Tensor
 
 from tests.support.fuzz_values import Arena, values
@@ -114,13 +115,13 @@ def _quantize(rng: Random, arena: Arena) -> Call:
     args: dict[str, Any] = {"x": x, "row": row, "col": col, "origin": [0, 0]}
     for side, spec, length in (("row", row, x.shape[-2]), ("col", col, x.shape[-1])):
         shape = [*x.shape[:-2], length] if "row" in spec else x.shape[:-2]
-        has_amax = any(name in spec for name in ("tensor", "/row", "nvfp4"))
-        given = has_amax and (rng.random() < 0.3 or "delayed" in spec)
+        of = Spec.parse(spec or "bf16")
+        given = bool(of.amax_of) and (rng.random() < 0.3 or of.is_delayed)
         args[f"amax_{side}"] = arena.place(torch.ones(shape)) if given else None
         args[f"stream_{side}"] = rng.randrange(100)
         args[f"decoded_{side}"] = has_bf16_values(spec) and rng.random() < 0.3
-        args[f"fp8_{side}"] = "fp4" in spec and rng.random() < 0.3
-        args[f"swizzled_{side}"] = spec[:2] in ("mx", "nv") and rng.random() < 0.3
+        args[f"fp8_{side}"] = of.code_bits == 4 and rng.random() < 0.3
+        args[f"swizzled_{side}"] = of.rule in ("mx", "nvfp4") and rng.random() < 0.3
     args["rng"] = arena.place(torch.tensor([1, 2, 3][: rng.choice((2, 3))]))
     args["amaxes_of_columns"] = (
         "/row" in row and "rht" not in row and col == "" and rng.random() < 0.5
@@ -207,7 +208,7 @@ def _statistic_names(rng: Random, arena: Arena) -> Call:
 def _operand_statistics(rng: Random, arena: Arena) -> Call:
     x, spec = [matrix(rng, arena)] * rng.choice((1, 1, 3)), some_spec(rng)
     args: dict[str, Any] = {"x": x, "spec": spec, "columnwise": rng.random() < 0.5}
-    if "nvfp4" in spec or "tensor" in spec:
+    if Spec.parse(spec).amax_of == "tensor":
         args["amax"] = [arena.place(torch.ones(())) for _ in x]
     args["rng"] = arena.place(torch.tensor([1, 2, 3]))
     args["batch_index"] = rng.choice((0, 0, 3, -1, 2**40))

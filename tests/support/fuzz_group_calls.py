@@ -70,8 +70,8 @@ def _quantize(rng: Random, arena: Arena) -> Call:
     row, col = rng.choice(((row, col), (row, ""), ("", col)))
     for side, spec, length in (("row", row, (rows,)), ("col", col, (count, args["x"].shape[1]))):
         shape = length if "/row" in spec else (count,)
-        has_amax = any(name in spec for name in ("tensor", "/row", "nvfp4"))
-        passed = has_amax and (rng.random() < 0.3 or "delayed" in spec)
+        of = Spec.parse(spec or "bf16")
+        passed = bool(of.amax_of) and (rng.random() < 0.3 or of.is_delayed)
         args[f"amax_{side}"] = arena.place(torch.ones(shape)) if passed else None
         args[f"stream_{side}"] = rng.randrange(100)
         args[f"decoded_{side}"] = has_bf16_values(spec) and rng.random() < 0.3
