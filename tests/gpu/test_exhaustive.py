@@ -1,4 +1,8 @@
-"""Every float through the device's encoders, against the CPU's, which other tests check."""
+"""Every float through the device's encoders, against the CPU's, which other tests check.
+
+The device makes the floats too, and the CPU gets a copy: it would take longer to make them than to
+cast them.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +17,28 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 CHUNK = 2**26
 
 
-def floats(first: int, last: int) -> torch.Tensor:
-    return torch.arange(first, last, dtype=torch.int64).to(torch.int32).view(torch.float32)
+def floats(first: int, last: int, device: torch.device) -> torch.Tensor:
+    every = torch.arange(first, last, dtype=torch.int64, device=device)
+    return every.to(torch.int32).view(torch.float32)
+
+
+def require_cpus_codes(x: torch.Tensor, spec: str, amax: float | None, what: str) -> None:
+    """Casts on the device of x and on the CPU, and compares codes and scales."""
+    results = []
+    for values in (x, x.cpu()):
+        given = None if amax is None else torch.tensor(amax, device=values.device)
+        results.append(ops.quantize(values, spec, "", amax_row=given))
+    for name, got, want in zip(("codes", "scale"), *results):
+        require_same(got, want, f"{what}: {name}")
 
 
 @pytest.mark.parametrize("spec", ["e4m3/tensor", "e5m2/tensor", "e4m3/tensor+delayed"])
 def test_every_float_to_fp8(cuda, spec):
     """Encodes under a scale of 1: the active amax is the format's largest value."""
-    amax = torch.tensor(448.0 if spec.startswith("e4m3") else 57344.0)
+    amax = 448.0 if spec.startswith("e4m3") else 57344.0
     for first in range(0, 2**32, CHUNK):
-        x = floats(first, first + CHUNK).view(-1, 4096)
-        want = ops.quantize(x, spec, "", amax_row=amax)[0]
-        got = ops.quantize(x.to(cuda), spec, "", amax_row=amax.to(cuda))[0]
-        require_same(got, want, f"{spec}, floats from {first:#x}")
+        x = floats(first, first + CHUNK, cuda).view(-1, 4096)
+        require_cpus_codes(x, spec, amax, f"{spec}, floats from {first:#x}")
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -35,16 +48,13 @@ def test_every_float_of_a_block_to_4_bits(cuda, spec, largest, sign):
     end = int(torch.tensor(largest).view(torch.int32)) + 1
     step = 31 * 2**21
     for first in range(0, end, step):
-        x = torch.zeros(step // 31, 32)
-        x[:, 31] = largest
-        part = floats(first, min(first + step, end))
-        padded = torch.zeros(step)
+        x = torch.full((step // 31, 32), largest, device=cuda)
+        part = floats(first, min(first + step, end), cuda)
+        padded = torch.zeros(step, device=cuda)
         padded[: part.numel()] = sign * part
         x[:, :31] = padded.view(-1, 31)
-        x = x.view(-1, 4096)
-        want = ops.quantize(x, spec, "")[0]
-        got = ops.quantize(x.to(cuda), spec, "")[0]
-        require_same(got, want, f"{spec}, {sign:+} floats from {first:#x}")
+        what = f"{spec}, {sign:+} floats from {first:#x}"
+        require_cpus_codes(x.view(-1, 4096), spec, None, what)
 
 
 BLOCKS = [
@@ -61,21 +71,17 @@ def test_every_amax_of_a_block(cuda, spec, dtype):
     is_of_tensor = spec.startswith(("nvfp4", "e1m2/1x16"))
     block = 128 if "128" in spec else 16 if is_of_tensor else 32
     if dtype == torch.bfloat16:
-        amaxes = torch.arange(0, 0x8000, dtype=torch.int32).to(torch.int16).view(dtype)
+        amaxes = torch.arange(0, 0x8000, dtype=torch.int32, device=cuda)
+        amaxes = amaxes.to(torch.int16).view(dtype)
     else:
         exponents = [0, 1, 64, 127, 128, 254]
-        amaxes = torch.cat([floats(e << 23, (e + 1) << 23) for e in exponents])
+        amaxes = torch.cat([floats(e << 23, (e + 1) << 23, cuda) for e in exponents])
     for given in (None, 1.0, 1e-30, 3e38) if is_of_tensor else (None,):
         for part in amaxes.split(2**22):
-            x = torch.zeros(part.numel(), block, dtype=dtype)
+            x = torch.zeros(part.numel(), block, dtype=dtype, device=cuda)
             x[:, block // 3] = part
             x = x.view(-1, 16 * block) if part.numel() % 16 == 0 else x
-            amax = None if given is None else torch.tensor(given)
-            want = ops.quantize(x, spec, "", amax_row=amax)
-            there = None if amax is None else amax.to(cuda)
-            got = ops.quantize(x.to(cuda), spec, "", amax_row=there)
-            for name, a, b in zip(("codes", "scale"), got, want):
-                require_same(a, b, f"{spec}, {dtype}, amax {given}: {name}")
+            require_cpus_codes(x, spec, given, f"{spec}, {dtype}, amax {given}")
 
 
 @pytest.mark.parametrize("block", ["nvfp4+4over6", "nvfp4/16x16+4over6"])
@@ -84,8 +90,9 @@ def test_every_bf16_beside_every_scale_of_four_over_six(cuda, block, dtype):
     """Encodes blocks of an amax a, of every E4M3 scale, with each bfloat16 up to a.
 
     The bounded sums decide in some blocks. In others both scales have equal errors."""
-    every = torch.arange(0, 0x8000, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
-    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = torch.arange(0, 0x8000, dtype=torch.int32, device=cuda)
+    every = every.to(torch.int16).view(torch.bfloat16).float()
+    scales = torch.arange(1, 127, dtype=torch.uint8, device=cuda).view(torch.float8_e4m3fn).float()
     for tensor_amax in (1536.0, 1.0, 1e-36, 3e38):
         for steps in (6.0, 5.9, 5.3):
             amax = scales * steps * (tensor_amax / 1536)
@@ -94,17 +101,14 @@ def test_every_bf16_beside_every_scale_of_four_over_six(cuda, block, dtype):
             x = torch.stack([x, x / 2, x * 0.75, amax[:, None].expand_as(x)], -1)
             x = torch.nn.functional.pad(x, (0, 12)).reshape(len(scales), -1)
             x = x[:, : x.shape[1] // 256 * 256].to(dtype)
-            given = torch.tensor(tensor_amax)
-            want = ops.quantize(x, block, "", amax_row=given)
-            got = ops.quantize(x.to(cuda), block, "", amax_row=given.to(cuda))
             note = f"{block}, {dtype}, tensor {tensor_amax}, {steps}"
-            for name, a, b in zip(("codes", "scale"), got, want):
-                require_same(a, b, f"{note}: {name}")
+            require_cpus_codes(x, block, tensor_amax, note)
             if "16x16" not in block:
                 continue
             # Both directions of whole tiles: the preset kernel of 2D blocks, of bf16.
-            tiles, there = torch.cat([x, x[-2:]]), given.to(cuda)
-            want = ops.quantize(tiles, block, block, amax_row=given, amax_col=given)
-            got = ops.quantize(tiles.to(cuda), block, block, amax_row=there, amax_col=there)
+            there, given = torch.cat([x, x[-2:]]), torch.tensor(tensor_amax)
+            want = ops.quantize(there.cpu(), block, block, amax_row=given, amax_col=given)
+            given = given.to(cuda)
+            got = ops.quantize(there, block, block, amax_row=given, amax_col=given)
             for i, (a, b) in enumerate(zip(got, want)):
                 require_same(a, b, f"{note}: output {i} of both directions")
