@@ -20,8 +20,6 @@ SECONDS = 500  # many times what an example takes on two idle cores
 RUNS = {
     "train_one_gpu fp8_delayed": ((), {}, ["resumed weights equal: True"]),
     "train_fsdp2": (TWO, {}, ["resumed weights equal: True"]),
-    "train_fsdp2 nvfp4_pow2": (TWO, {}, ["resumed weights equal: True"]),
-    "train_fsdp2 fp8_rowwise": (TWO, {}, ["resumed weights equal: True"]),
     "train_fsdp2 mxfp4 e4m3/1x128+sr": (TWO, {}, ["resumed weights equal: True"]),
     "train_tensor_parallel": (FOUR, {}, []),
     "train_experts": (TWO, {}, []),

@@ -155,10 +155,11 @@ def test_maps_of_the_trial_are_entries_with_the_same_share(parity, tmp_path, mon
 
 @pytest.fixture
 def small(parity, tmp_path, monkeypatch):
-    """Trains runs of a few steps on a CPU; returns their records by name.
+    """Trains runs of a few steps on a CPU, not compiled; returns their records by name.
 
     stops: the steps before which a command ends, and the next goes on.
     """
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     ids = numpy.random.default_rng(0).integers(0, run_module().VOCABULARY, 1400)
     tokens = SimpleNamespace(train=ids, validation=ids[:100], fingerprint="of these")
     monkeypatch.setattr(parity, "load_tokens", lambda _: tokens)
@@ -183,7 +184,8 @@ def small(parity, tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", ["mxfp8", "torchao_rowwise"])
 def test_a_small_run_leaves_its_record(parity, small, monkeypatch, entry):
-    """Two steps on a CPU, where torchao's conversion is tried without its GEMMs."""
+    """Two compiled steps on a CPU, where torchao's conversion is tried without its GEMMs."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     converted = []
     monkeypatch.setattr(
         run_module(), "convert_by_torchao", lambda _, recipe, __: converted.append(recipe)
