@@ -552,9 +552,21 @@ def test_refusals_of_a_map(inspection):
 
 
 def test_text_json_and_picture(inspection, tmp_path):
-    table = inspection.table().splitlines()
-    assert len(table) == len(inspection.rows) + 2
-    assert len({len(line) for line in table}) == 1
+    titles, _, *table = inspection.table().splitlines()
+    assert len(table) == len(inspection.rows) + len(inspection.recipes)
+    assert len({len(line) for line in (titles, *table)}) == 1
+    for total, recipe in zip(table[-len(inspection.recipes) :], inspection.recipes):
+        rows = [
+            r for r in inspection.rows if r.recipe == recipe and r.module not in inspection.heads
+        ]
+        cells = [cell.strip() for cell in total.split("|")[1:-1]]
+        operations = sum(row.operations for row in rows)
+        mean = sum(row.operations * row.y_error for row in rows) / operations
+        assert cells[:2] == ["all, without heads", recipe]
+        assert (cells[-5], cells[-1]) == (
+            f"{100 * mean:.2f}",
+            f"{sum(r.loss_second for r in rows):.1e}",
+        )
     assert len(inspection.operand_table().splitlines()) == 6 * len(inspection.rows) + 2
     read = json.loads(inspection.json())
     assert len(read["rows"]) == len(inspection.rows)

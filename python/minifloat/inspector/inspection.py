@@ -113,7 +113,11 @@ class Inspection:
         return list(dict.fromkeys(row.recipe for row in self.rows))
 
     def table(self) -> str:
-        """Returns a line a layer and recipe: dB of the operands, errors, the effect on the loss."""
+        """Returns a line a layer and recipe: dB of the operands, errors, the effect on the loss.
+
+        The last lines have each recipe's whole effect, without the heads: the mean of its errors,
+        weighted by operations, and the sum of its effects on the loss.
+        """
         names = operand_names_of(self.rows)
         titles = ["layer", "recipe", *(f"{name} dB" for name in names)]
         titles += ["y %", "dx %", "dW %", "loss, 1st", "loss, 2nd"]
@@ -121,9 +125,11 @@ class Inspection:
         for row in self.rows:
             by_name = {each.operand: each for each in row.operands}
             cells = [decibels(by_name[n].snr_db) if n in by_name else "-" for n in names]
-            errors = [f"{100 * e:.2f}" for e in (row.y_error, row.dx_error, row.dw_error)]
-            losses = [f"{row.loss_first:+.1e}", f"{row.loss_second:.1e}"]
-            lines.append([display(row.layer), row.recipe, *cells, *errors, *losses])
+            lines.append([display(row.layer), row.recipe, *cells, *effects_of([row])])
+        for recipe in self.recipes:
+            rows = [r for r in self.rows if r.recipe == recipe and r.module not in self.heads]
+            if rows:
+                lines.append([ALL, recipe, *("-" for _ in names), *effects_of(rows)])
         text = markdown([titles, *lines])
         if self.skipped:
             text += "\n\nnot inspected:\n"
@@ -220,6 +226,19 @@ def harm_of(loss: float, operations: int) -> float:
 def operand_names_of(rows: Sequence[LayerRow]) -> list[str]:
     """Returns the names of the operands that some row has."""
     return list(dict.fromkeys(each.operand for row in rows for each in row.operands))
+
+
+ALL = "all, without heads"
+
+
+def effects_of(rows: Sequence[LayerRow]) -> list[str]:
+    """Returns errors of y, dx and dW, and the loss of both orders, of layers together as text."""
+    operations = sum(row.operations for row in rows)
+    errors = [(row.y_error, row.dx_error, row.dw_error) for row in rows]
+    weights = [row.operations / max(operations, 1) for row in rows]
+    means = [sum(w * e for w, e in zip(weights, of_rows)) for of_rows in zip(*errors)]
+    first, second = sum(r.loss_first for r in rows), sum(r.loss_second for r in rows)
+    return [*(f"{100 * mean:.2f}" for mean in means), f"{first:+.1e}", f"{second:.1e}"]
 
 
 TITLES = ["spec", "dB", "saturated", "flushed to 0", "zero scales"]
