@@ -190,12 +190,14 @@ test-aarch64-torch: libraries
 test-exhaustive: build
 	$(CMAKE) --build --preset exhaustive -j $(JOBS)
 
+GPU_PYTEST = $(PY) -m pytest -n $(or $(GPU_TEST_PROCESSES),8) --dist worksteal -m gpu
+test-gpu: export OMP_NUM_THREADS := 1
 test-gpu: build  # where the device or the backend is missing, it says so and fails
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or \
 	  sys.exit("test-gpu: expected a CUDA device, torch sees none")'
 	@$(PY) -c 'import torch; from minifloat.tensor import amax; amax(torch.ones(1, 1, device="cuda"), "nvfp4")'
-	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(or $(GPU_TEST_PROCESSES),8) --dist worksteal \
-	  -m gpu tests/gpu $(PYTEST_ARGS)
+	tools/with_mps.sh $(GPU_PYTEST) tests/gpu --ignore tests/gpu/test_worlds.py $(PYTEST_ARGS)
+	$(GPU_PYTEST) tests/gpu/test_worlds.py $(PYTEST_ARGS)  # which kills processes
 
 # ---- Benchmarks ------------------------------------------------------------------------------
 bench: build  # build/*.json; with a CUDA device also build/gpu_roofline.png
