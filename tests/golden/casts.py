@@ -50,10 +50,10 @@ def cases(device: torch.device) -> Iterator[Case]:
 def quantize(device: torch.device) -> Iterator[Case]:
     inputs = {
         name: [
-            *(values("bell", shape, dtype, i) for i, shape in enumerate((*SHAPES, WHOLE))),
-            *(values(kind, (33, 130), dtype, 9) for kind in KINDS[1:]),
-            values("edges", WHOLE, dtype, 10),
-            values("bell", (20, 48), dtype, 11)[:, 3:36],  # rows that lie apart
+            *(values("bell", s, dtype, i).to(device) for i, s in enumerate((*SHAPES, WHOLE))),
+            *(values(kind, (33, 130), dtype, 9).to(device) for kind in KINDS[1:]),
+            values("edges", WHOLE, dtype, 10).to(device),
+            values("bell", (20, 48), dtype, 11).to(device)[:, 3:36],  # rows that lie apart
         ]
         for name, dtype in DTYPES.items()
     }
@@ -61,8 +61,7 @@ def quantize(device: torch.device) -> Iterator[Case]:
         for name, data in inputs.items():
             found: list[Tensor] = []
             for x in data:
-                moved = x.to(device)
-                q = mf.tensor.quantize(moved, spec, columnwise=columnwise, **random_bits(spec))
+                q = mf.tensor.quantize(x, spec, columnwise=columnwise, **random_bits(spec))
                 found += parts(q)
             yield f"quantize {spec} {side} {name}", digest(found)
 
@@ -77,11 +76,11 @@ def both(device: torch.device) -> Iterator[Case]:
         if not any(Spec.parse(s).is_bf16 for s in pair) and all(map(is_nearest, pair)):
             pairs.add(pair)
     data = [values("bell", (33, 70), torch.bfloat16), values("edges", WHOLE, torch.bfloat16)]
-    data += [values("bell", (2, 40, 48), torch.float32, 3)]
+    data = [x.to(device) for x in (*data, values("bell", (2, 40, 48), torch.float32, 3))]
     for row, col in sorted(pairs):
         found = []
         for x in data:
-            w = mf.QuantizedTensor.from_tensor(x.to(device), row, col)
+            w = mf.QuantizedTensor.from_tensor(x, row, col)
             assert w.rowwise is not None
             assert w.columnwise is not None
             found += [*parts(w.rowwise), *parts(w.columnwise)]
@@ -140,18 +139,17 @@ def positions(device: torch.device) -> Iterator[Case]:
 
 
 def amaxes(device: torch.device) -> Iterator[Case]:
+    inputs = [
+        values(kind, shape, dtype, 6).to(device)
+        for kind, shape in product(("bell", "edges", "rows"), (*SHAPES, WHOLE))
+        for dtype in DTYPES.values()
+    ]
     for spec, (side, columnwise) in product(tables.specs(), DIRECTIONS.items()):
         parsed = Spec.parse(spec)
         if not parsed.amax_of or (parsed.is_stochastic and not parsed.draws_signs):
             continue
         given = {"seed": SEED, "stream": STREAM} if parsed.draws_signs else {}
-        found = [
-            mf.tensor.amax(
-                values(kind, shape, dtype, 6).to(device), spec, columnwise=columnwise, **given
-            )
-            for kind, shape in product(("bell", "edges", "rows"), (*SHAPES, WHOLE))
-            for dtype in DTYPES.values()
-        ]
+        found = [mf.tensor.amax(x, spec, columnwise=columnwise, **given) for x in inputs]
         yield f"amax {spec} {side}", digest(found)
 
 
