@@ -28,8 +28,7 @@ help:
 	@echo "make train            train a small Llama in several recipes, side by side"
 	@echo "                      RECIPES=a,b DATA=DIR STEPS=N MODEL=... OUT=DIR RESUME=1"
 	@echo "make test             setup, build for this machine, ctest, pytest without what is slow"
-	@echo "make test-all         the rest: kernels for sm_90a, 100a and 103a where nvcc is, slow tests,"
-	@echo "                      torchtitan 0.3"
+	@echo "make test-all         the rest: kernels for sm_90a, 100a and 103a where nvcc is, slow tests"
 	@echo "make test-torchtitan-0.3  torchtitan 0.3 with the newer torch that it needs (740 MB);"
 	@echo "                      the C++ examples with the package that pip installed"
 	@echo "make test-asan        the C++ suites and the op fuzzer under AddressSanitizer and UBSan"
@@ -143,9 +142,6 @@ test-all: print-cpu $(READY)
 	  '-DCMAKE_CUDA_ARCHITECTURES=90a-real;100a-real;103a-real'
 	$(CMAKE) --build --preset default -j $(JOBS)
 	$(PY) -m pytest -n $(TEST_PROCESSES) -m slow $(PYTEST_ARGS)
-	@if $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
-	  $(MAKE) test-torchtitan-0.3; \
-	else echo "test-all: torchtitan 0.3 needs Python 3.11 or later, got $$($(PY) --version)"; fi
 
 # torchtitan 0.3 needs torch 2.12 or later, against which the library is built anew, for the CPU.
 TITAN3 := build/torchtitan-0.3
