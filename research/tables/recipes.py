@@ -244,7 +244,7 @@ def peaks() -> str:
     fsdp = figures.by_name(figures.rows_of("gpu_fsdp", seq=8192), "peak_gib")
     cases = {
         "[a step](speed.md#a-training-step) of four Llama3-8B blocks, with `fuse=True` and "
-        '`recompute="weight"`': step,
+        '`recompute="weight"`; `mxfp8` and `nvfp4` with the latter alone': step,
         "[FSDP2 on four GPUs](speed.md#several-gpus), 8192 tokens each": fsdp,
         f"[a layer](speed.md#experts) of {LAYER_128[2]} experts": layer,
     }

@@ -149,8 +149,8 @@ class StepGuard:
     def check(self, *batches: Any) -> None:
         """Reads the gradients now. Call it after the last backward, before they are clipped.
 
-        Clipping multiplies all gradients by a norm that is not finite, so none would be named.
-        Without this call optimizer.step() reads the gradients.
+        Clipping makes all gradients NaN where their norm is, and none would be named. Without this
+        call optimizer.step() reads the gradients.
 
         Args:
             batches: this step's micro-batches, which the guard keeps until its report. A step that
