@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+
+from tests.support.same_bits import bits, on_cpu
 
 MASK = 0xFFFFFFFF
 INF, NAN = math.inf, math.nan
@@ -114,33 +116,19 @@ def outliers(shape: tuple[int, int], large: str, zero: str, seed: int) -> Tensor
 # ---- digests -------------------------------------------------------------------------------------
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Returns each tensor's bytes: uint8 on the CPU. Those of a device are copied at once.
-
-    A GPU would be waited for at each of a hundred thousand copies.
-    """
-    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
-    copied = {}
-    for device in {t.device for t in flat}:
-        there = [t for t in flat if t.device == device]
-        copied[device] = iter(torch.cat(there).cpu().split([t.numel() for t in there]))
-    return (next(copied[t.device]) for t in flat)
-
-
 def digest(tensors: Iterable[Tensor | None]) -> str:
     """Returns 16 digits of SHA-256 of dtypes, shapes and bytes. Float NaNs are equal."""
     total, given = hashlib.sha256(), list(tensors)
-    found = bytes_of(t for t in given if t is not None)
-    for t in given:
-        if t is None:
+    found = iter(on_cpu([t for t in given if t is not None]))
+    for each in given:
+        if each is None:
             total.update(b"none")
             continue
-        read = next(found)
+        t = next(found)
         if t.dtype in (torch.float32, torch.bfloat16):  # processors have different NaN bits
-            numbers = read.clone().view(t.dtype)
-            read = torch.where(numbers.isnan(), torch.nan, numbers).view(torch.uint8)
+            t = torch.where(t.isnan(), torch.nan, t)
         total.update(f"{t.dtype} {list(t.shape)}".encode())
-        total.update(read.numpy().tobytes())
+        total.update(bits(t).numpy().tobytes())
     return total.hexdigest()[:16]
 
 

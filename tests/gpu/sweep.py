@@ -14,7 +14,7 @@ import torch
 from minifloat._native import ops
 from torch import Tensor
 
-from tests.support.same_bits import require_same
+from tests.support.same_bits import on_cpu, require_same
 from tests.support.specs import BASES, EDEN_RECIPE, has_bf16_values
 
 ROUNDINGS = ["", "+sr"]
@@ -179,7 +179,7 @@ def require_same_quantize(
         arguments["rng"] = rng_tensor(rng_size)
     want = ops.quantize(x, row, col, **arguments)
     there = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
-    got = ops.quantize(on(device, x), row, col, **there)
+    got = on_cpu(ops.quantize(on(device, x), row, col, **there))
     for name, a, b in zip(OUTPUTS, got, want):
         require_same(a, b, f"'{row}', '{col}' of {describe(x)}{note}: {name}")
 

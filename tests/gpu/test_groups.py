@@ -29,7 +29,7 @@ from tests.gpu.sweep import (
     rng_tensor,
     values,
 )
-from tests.support.same_bits import require_same
+from tests.support.same_bits import on_cpu, require_same
 from tests.support.specs import BASES as ALL_BASES
 from tests.support.specs import has_bf16_values
 
@@ -126,7 +126,7 @@ def require_same_groups(
         arguments["rng"] = rng_tensor()
     want = ops.quantize(g.x, row, col, **arguments)
     there = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
-    got = ops.quantize(on(device, g.x), row, col, **there)
+    got = on_cpu(ops.quantize(on(device, g.x), row, col, **there))
     what = f"'{row}', '{col}' of {describe(g.x)}, ends {g.table[0].tolist()[:9]}{note}"
     for name, a, b in zip(OUTPUTS, got, want):
         spec = row if name.endswith("row") else col
@@ -134,7 +134,7 @@ def require_same_groups(
         if not spec:
             continue
         cut = (g, spec, unit_of(col, unit) if col else 0)
-        require_same(written(name, a.cpu(), *cut), written(name, b, *cut), f"{what}: {name}")
+        require_same(written(name, a, *cut), written(name, b, *cut), f"{what}: {name}")
 
 
 def cases(cols: list[int] = COLS) -> Iterator[Grouped]:

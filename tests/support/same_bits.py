@@ -18,6 +18,18 @@ def bits(t: Tensor) -> Tensor:
     return t.view(INTEGERS[t.element_size()])
 
 
+def on_cpu(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copies tensors to the CPU, those of a device at once: each copy waits for the device."""
+    flat = [t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors]
+    copied = {}
+    for device in {t.device for t in flat}:
+        there = [t for t in flat if t.device == device]
+        copied[device] = iter(torch.cat(there).cpu().split([t.numel() for t in there]))
+    # A copy of each part begins where its dtype may.
+    parts = [next(copied[t.device]).clone() for t in flat]
+    return [part.view(t.dtype).view(t.shape) for part, t in zip(parts, tensors)]
+
+
 def same_bytes(a: Tensor, b: Tensor) -> bool:
     """Tells whether shapes and bytes are equal."""
     return a.shape == b.shape and torch.equal(bits(a), bits(b))
@@ -29,9 +41,10 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
 def require_same(got: Tensor, want: Tensor, what: Any = "tensor") -> None:
     """Compares bit for bit. fp32 NaNs are equal, since processors have different NaN bits."""
     require_form(got, want, what)
+    got, want = got.detach().cpu(), want.detach().cpu()
     wrong = bits(got) != bits(want)
     if got.dtype == torch.float32:
-        wrong &= ~(got.isnan().cpu() & want.isnan().cpu())
+        wrong &= ~(got.isnan() & want.isnan())
     require_none(wrong, got, want, what)
 
 
