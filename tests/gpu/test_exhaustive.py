@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from minifloat._native import ops
 
-from tests.support.same_bits import require_same
+from tests.gpu.sweep import require_same_quantize
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -22,23 +21,13 @@ def floats(first: int, last: int, device: torch.device) -> torch.Tensor:
     return every.to(torch.int32).view(torch.float32)
 
 
-def require_cpus_codes(x: torch.Tensor, spec: str, amax: float | None, what: str) -> None:
-    """Casts on the device of x and on the CPU, and compares codes and scales."""
-    results = []
-    for values in (x, x.cpu()):
-        given = None if amax is None else torch.tensor(amax, device=values.device)
-        results.append(ops.quantize(values, spec, "", amax_row=given))
-    for name, got, want in zip(("codes", "scale"), *results):
-        require_same(got, want, f"{what}: {name}")
-
-
 @pytest.mark.parametrize("spec", ["e4m3/tensor", "e5m2/tensor", "e4m3/tensor+delayed"])
 def test_every_float_to_fp8(cuda, spec):
     """Encodes under a scale of 1: the active amax is the format's largest value."""
-    amax = 448.0 if spec.startswith("e4m3") else 57344.0
+    amax = torch.tensor(448.0 if spec.startswith("e4m3") else 57344.0)
     for first in range(0, 2**32, CHUNK):
-        x = floats(first, first + CHUNK, cuda).view(-1, 4096)
-        require_cpus_codes(x, spec, amax, f"{spec}, floats from {first:#x}")
+        x = floats(first, first + CHUNK, cuda).view(-1, 4096).cpu()
+        require_same_quantize(cuda, x, spec, "", amax_row=amax, note=f" from {first:#x}")
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
@@ -53,8 +42,8 @@ def test_every_float_of_a_block_to_4_bits(cuda, spec, largest, sign):
         padded = torch.zeros(step, device=cuda)
         padded[: part.numel()] = sign * part
         x[:, :31] = padded.view(-1, 31)
-        what = f"{spec}, {sign:+} floats from {first:#x}"
-        require_cpus_codes(x.view(-1, 4096), spec, None, what)
+        x = x.view(-1, 4096).cpu()
+        require_same_quantize(cuda, x, spec, "", note=f", {sign:+} floats from {first:#x}")
 
 
 BLOCKS = [
@@ -77,11 +66,12 @@ def test_every_amax_of_a_block(cuda, spec, dtype):
         exponents = [0, 1, 64, 127, 128, 254]
         amaxes = torch.cat([floats(e << 23, (e + 1) << 23, cuda) for e in exponents])
     for given in (None, 1.0, 1e-30, 3e38) if is_of_tensor else (None,):
+        amax = None if given is None else torch.tensor(given)
         for part in amaxes.split(2**22):
             x = torch.zeros(part.numel(), block, dtype=dtype, device=cuda)
             x[:, block // 3] = part
             x = x.view(-1, 16 * block) if part.numel() % 16 == 0 else x
-            require_cpus_codes(x, spec, given, f"{spec}, {dtype}, amax {given}")
+            require_same_quantize(cuda, x.cpu(), spec, "", amax_row=amax, note=f", amax {given}")
 
 
 @pytest.mark.parametrize("block", ["nvfp4+4over6", "nvfp4/16x16+4over6"])
@@ -95,20 +85,15 @@ def test_every_bf16_beside_every_scale_of_four_over_six(cuda, block, dtype):
     scales = torch.arange(1, 127, dtype=torch.uint8, device=cuda).view(torch.float8_e4m3fn).float()
     for tensor_amax in (1536.0, 1.0, 1e-36, 3e38):
         for steps in (6.0, 5.9, 5.3):
-            amax = scales * steps * (tensor_amax / 1536)
+            amaxes = scales * steps * (tensor_amax / 1536)
             x = every[(every > 0) & (every < 4e38)].repeat(len(scales), 1)
-            x = torch.where(x <= amax[:, None], x, amax[:, None])
-            x = torch.stack([x, x / 2, x * 0.75, amax[:, None].expand_as(x)], -1)
+            x = torch.where(x <= amaxes[:, None], x, amaxes[:, None])
+            x = torch.stack([x, x / 2, x * 0.75, amaxes[:, None].expand_as(x)], -1)
             x = torch.nn.functional.pad(x, (0, 12)).reshape(len(scales), -1)
             x = x[:, : x.shape[1] // 256 * 256].to(dtype)
-            note = f"{block}, {dtype}, tensor {tensor_amax}, {steps}"
-            require_cpus_codes(x, block, tensor_amax, note)
-            if "16x16" not in block:
-                continue
-            # Both directions of whole tiles: the preset kernel of 2D blocks, of bf16.
-            there, given = torch.cat([x, x[-2:]]), torch.tensor(tensor_amax)
-            want = ops.quantize(there.cpu(), block, block, amax_row=given, amax_col=given)
-            given = given.to(cuda)
-            got = ops.quantize(there, block, block, amax_row=given, amax_col=given)
-            for i, (a, b) in enumerate(zip(got, want)):
-                require_same(a, b, f"{note}: output {i} of both directions")
+            note, x = f", tensor {tensor_amax}, {steps}", x.cpu()
+            amax = torch.tensor(tensor_amax)
+            require_same_quantize(cuda, x, block, "", amax_row=amax, note=note)
+            if "16x16" in block:  # both directions of whole tiles: the preset kernel of 2D blocks
+                x, both = torch.cat([x, x[-2:]]), {"amax_row": amax, "amax_col": amax}
+                require_same_quantize(cuda, x, block, block, **both, note=note)
