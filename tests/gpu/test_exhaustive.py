@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from minifloat.spec import Spec
 
 from tests.gpu.sweep import require_same_quantize
 
@@ -26,7 +27,7 @@ def test_every_float_to_fp8(cuda, spec):
     """Encodes under a scale of 1: the active amax is the format's largest value."""
     amax = torch.tensor(448.0 if spec.startswith("e4m3") else 57344.0)
     for first in range(0, 2**32, CHUNK):
-        x = floats(first, first + CHUNK, cuda).view(-1, 4096).cpu()
+        x = floats(first, first + CHUNK, cuda).view(-1, 4096)
         require_same_quantize(cuda, x, spec, "", amax_row=amax, note=f" from {first:#x}")
 
 
@@ -42,8 +43,8 @@ def test_every_float_of_a_block_to_4_bits(cuda, spec, largest, sign):
         padded = torch.zeros(step, device=cuda)
         padded[: part.numel()] = sign * part
         x[:, :31] = padded.view(-1, 31)
-        x = x.view(-1, 4096).cpu()
-        require_same_quantize(cuda, x, spec, "", note=f", {sign:+} floats from {first:#x}")
+        note = f", {sign:+} floats from {first:#x}"
+        require_same_quantize(cuda, x.view(-1, 4096), spec, "", note=note)
 
 
 BLOCKS = [
@@ -57,21 +58,21 @@ BLOCKS = [
 @pytest.mark.parametrize("spec", BLOCKS)
 def test_every_amax_of_a_block(cuda, spec, dtype):
     """Encodes an element a block: bfloat16 magnitudes, and fp32 mantissas at six exponents."""
-    is_of_tensor = spec.startswith(("nvfp4", "e1m2/1x16"))
-    block = 128 if "128" in spec else 16 if is_of_tensor else 32
+    parsed = Spec.parse(spec)
+    block = parsed.block[1]
     if dtype == torch.bfloat16:
         amaxes = torch.arange(0, 0x8000, dtype=torch.int32, device=cuda)
         amaxes = amaxes.to(torch.int16).view(dtype)
     else:
         exponents = [0, 1, 64, 127, 128, 254]
         amaxes = torch.cat([floats(e << 23, (e + 1) << 23, cuda) for e in exponents])
-    for given in (None, 1.0, 1e-30, 3e38) if is_of_tensor else (None,):
+    for given in (None, 1.0, 1e-30, 3e38) if parsed.amax_of else (None,):
         amax = None if given is None else torch.tensor(given)
         for part in amaxes.split(2**22):
             x = torch.zeros(part.numel(), block, dtype=dtype, device=cuda)
             x[:, block // 3] = part
             x = x.view(-1, 16 * block) if part.numel() % 16 == 0 else x
-            require_same_quantize(cuda, x.cpu(), spec, "", amax_row=amax, note=f", amax {given}")
+            require_same_quantize(cuda, x, spec, "", amax_row=amax, note=f", amax {given}")
 
 
 @pytest.mark.parametrize("block", ["nvfp4+4over6", "nvfp4/16x16+4over6"])
@@ -91,8 +92,7 @@ def test_every_bf16_beside_every_scale_of_four_over_six(cuda, block, dtype):
             x = torch.stack([x, x / 2, x * 0.75, amaxes[:, None].expand_as(x)], -1)
             x = torch.nn.functional.pad(x, (0, 12)).reshape(len(scales), -1)
             x = x[:, : x.shape[1] // 256 * 256].to(dtype)
-            note, x = f", tensor {tensor_amax}, {steps}", x.cpu()
-            amax = torch.tensor(tensor_amax)
+            note, amax = f", tensor {tensor_amax}, {steps}", torch.tensor(tensor_amax)
             require_same_quantize(cuda, x, block, "", amax_row=amax, note=note)
             if "16x16" in block:  # both directions of whole tiles: the preset kernel of 2D blocks
                 x, both = torch.cat([x, x[-2:]]), {"amax_row": amax, "amax_col": amax}
