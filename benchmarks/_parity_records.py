@@ -118,12 +118,12 @@ def training_seconds(record: Record) -> float:
 
 
 def runs_on_one_gpu(records: list[Record]) -> dict[str, list[tuple[Record, Record]]]:
-    """Returns each recipe's runs on bf16's kind of GPU, each with bf16's of the same seed."""
+    """Returns each recipe's runs alone on bf16's kind of GPU, each with bf16's of the same seed."""
     base = {record["seed"]: record for record in records if record["name"] == BF16}
     pairs: dict[str, list[tuple[Record, Record]]] = {}
     for record in records:
         other = base.get(record["seed"])
-        if other and other["device"] == record["device"]:
+        if other and other["device"] == record["device"] and not record.get("shares_gpu"):
             pairs.setdefault(record["name"], []).append((record, other))
     return pairs
 
@@ -236,8 +236,9 @@ def print_tables(records: list[Record]) -> None:
     for record in records:
         other = base.get(record["seed"] if record["name"] != BF16 else min(base))
         error = sampling_error(record, other) if other not in (None, record) else None
+        gpu = record["device"] + (", shared" if record.get("shares_gpu") else "")
         print(
-            f"| `{record['name']}`, seed {record['seed']} | {record['device']} | "
+            f"| `{record['name']}`, seed {record['seed']} | {gpu} | "
             f"{record['tokens_per_s']:,} | {record['peak_gib']} | {record['seconds']} | "
             f"{'-' if error is None else f'{error:.3f}%'} |"
         )

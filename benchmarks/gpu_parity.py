@@ -26,7 +26,8 @@ norm of each step, evaluations, and the loss of each part of the validation text
 file in OUT or among the trial's records is not trained again: research/parity has those of dense,
 and a folder for each other trial. After --limit seconds the run at hand leaves its state,
 OUT/NAME_seed_SEED.pt, from which the same command goes on to the same bits. Without --data the
-tables of all records are printed; --plot FOLDER draws their curves.
+tables of all records are printed; --plot FOLDER draws their curves. Several runs may share a GPU
+by tools/with_mps.sh: their records say so, and their speed is in no table.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from __future__ import annotations
 import argparse
 import gc
 import math
+import os
 import re
 import sys
 import time
@@ -189,6 +191,8 @@ class Trainer:
         device = torch.cuda.get_device_name() if self.trial.device == "cuda" else "cpu"
         found = run.record()
         said = self.said(plan) | {"device": device, "date": time.strftime("%Y-%m-%d")}
+        if "CUDA_MPS_PIPE_DIRECTORY" in os.environ:  # tools/with_mps.sh: others run beside it
+            said["shares_gpu"] = True
         write_record(self.out / plan.file_name, {**said, "seconds": round(seconds), **found})
         path.unlink(missing_ok=True)
         return True
