@@ -68,6 +68,10 @@ class TrainingStateCallback(TrainerCallback):
             self.guard = StepGuard(model, optimizer, on_nonfinite=self.on_nonfinite)
             self.guard.steps = state.global_step
 
+    def on_pre_optimizer_step(self, *_: object, **others: object) -> None:
+        if self.guard is not None:
+            self.guard.check()
+
     def on_train_end(self, *_: object, **others: object) -> None:
         """Ends the guard, which may have to report the last step."""
         guard, self.guard = self.guard, None

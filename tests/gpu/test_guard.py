@@ -31,10 +31,13 @@ class Job:
     def __init__(self, device: torch.device, optimizer: str) -> None:
         self.model = built("fp8_delayed").to(device)
         self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.guard: StepGuard | None = None
 
     def step(self, x: Tensor, factor: Tensor) -> Tensor:
         loss = (self.model(x) * factor).square().mean()
         loss.backward()
+        if self.guard is not None:
+            self.guard.check()
         self.optimizer.step()
         self.optimizer.zero_grad()
         mf.step(self.model)
@@ -61,7 +64,7 @@ def test_nothing_waits_for_the_device(device, name):
     batches = [inputs(step, device) for step in range(STEPS)]
     guarded.step(*batches[0])  # kernels are loaded
     plain.step(*batches[0])
-    guard = StepGuard(guarded.model, guarded.optimizer, on_nonfinite="skip")
+    guard = guarded.guard = StepGuard(guarded.model, guarded.optimizer, on_nonfinite="skip")
 
     def steps(numbers: Any) -> None:
         is_cuda = device.type == "cuda"
@@ -87,7 +90,7 @@ def test_nothing_waits_for_the_device(device, name):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_graph_skips_a_step(device, name):
     graphed, plain = Job(device, name), Job(device, name)
-    guard = StepGuard(graphed.model, graphed.optimizer, on_nonfinite="skip")
+    guard = graphed.guard = StepGuard(graphed.model, graphed.optimizer, on_nonfinite="skip")
     step = mf.GraphedStep(graphed.step, graphed.model, graphed.optimizer, warm_ups=2)
 
     def steps() -> None:
@@ -105,7 +108,7 @@ def test_a_graph_skips_a_step(device, name):
 
 def test_a_graph_raises_before_the_next_step(device):
     job = Job(device, "adamw")
-    guard = StepGuard(job.model, job.optimizer, on_nonfinite="raise")
+    guard = job.guard = StepGuard(job.model, job.optimizer, on_nonfinite="raise")
     step = mf.GraphedStep(job.step, job.model, job.optimizer, warm_ups=2)
     for i in range(BAD):
         step(*inputs(i, device))
@@ -120,10 +123,11 @@ def test_a_graph_raises_before_the_next_step(device):
 def test_what_a_graph_cannot_skip_is_refused(cuda):
     model = nn.Linear(16, 16, device=cuda)
     optimizer = torch.optim.AdamW(model.parameters(), capturable=True)
-    StepGuard(model, optimizer, on_nonfinite="skip")
+    guard = StepGuard(model, optimizer, on_nonfinite="skip")
 
     def step(x: Tensor) -> None:
         model(x).sum().backward()
+        guard.check()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 
 import minifloat as mf
 import pytest
@@ -42,23 +41,25 @@ def listed(optimizer):
     return optimizer if isinstance(optimizer, list) else [optimizer]
 
 
-def train(model, optimizer, steps, end=mf.step):
+def train(model, optimizer, steps, guard=None):
     """Trains on finite batches, but for that of step BAD."""
     for step in steps:
         x = batch(step)
         if step == BAD:
             x[3, 5] = math.inf
         model(x).square().mean().backward()
+        if guard is not None:
+            guard.check()
         for each in listed(optimizer):
             each.step()
         for each in listed(optimizer):
             each.zero_grad()
-        end(model)
+        mf.step(model)
 
 
 def train_guarded(model, optimizer, steps, on_nonfinite="skip"):
-    with StepGuard(model, optimizer, on_nonfinite=on_nonfinite):
-        train(model, optimizer, steps)
+    with StepGuard(model, optimizer, on_nonfinite=on_nonfinite) as guard:
+        train(model, optimizer, steps, guard)
 
 
 def state_of(model, optimizer):
@@ -102,16 +103,16 @@ def test_an_error_comes_before_the_step_is_applied(name):
     model = built("fp8_delayed")
     optimizer = OPTIMIZERS[name]([*model.parameters()])
     guard = StepGuard(model, optimizer, on_nonfinite="raise")
-    train(model, optimizer, range(BAD))
+    train(model, optimizer, range(BAD), guard)
     before = copy.deepcopy(state_of(model, optimizer))
     with pytest.raises(FloatingPointError, match=rf"^step {BAD + 1}: .* The step was left out$"):
-        train(model, optimizer, range(BAD, BAD + 2))
+        train(model, optimizer, range(BAD, BAD + 2), guard)
     require_all_same(state_of(model, optimizer), before)
     assert guard.steps == BAD + 1
     for each in listed(optimizer):
         each.zero_grad()
     with pytest.raises(FloatingPointError, match=rf"^step {BAD + 2}: "):  # a caller may go on
-        train(model, optimizer, range(BAD, BAD + 2))
+        train(model, optimizer, range(BAD, BAD + 2), guard)
     require_all_same(state_of(model, optimizer), before)
 
 
@@ -119,10 +120,11 @@ def test_what_nothing_waits_for():
     """A fused optimizer's steps read nothing on the host but the flags of the step before."""
     model = built("fp8_delayed")
     optimizer = OPTIMIZERS["fused adamw"]([*model.parameters()])
-    with StepGuard(model, optimizer, on_nonfinite="skip"):
-        train(model, optimizer, range(1))
+    with StepGuard(model, optimizer, on_nonfinite="skip") as guard:
+        train(model, optimizer, range(1), guard)
         with HostReads() as reads:
             model(batch(1)).square().mean().backward()
+            guard.check()
             optimizer.step()
             mf.step(model)
     assert reads.found == ["__bool__"]
@@ -140,8 +142,8 @@ def test_an_error_of_the_loop_comes_first():
     optimizer = OPTIMIZERS["fused adamw"]([*model.parameters()])
 
     def run():
-        with StepGuard(model, optimizer, on_nonfinite="raise"):
-            train(model, optimizer, [BAD])
+        with StepGuard(model, optimizer, on_nonfinite="raise") as guard:
+            train(model, optimizer, [BAD], guard)
             raise KeyError("of the loop")
 
     with pytest.raises(KeyError, match="of the loop"):
@@ -155,11 +157,12 @@ def test_the_balance_of_experts():
     model = mf.MoE(64, 32, experts=4, top_k=2)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     before = model.router.expert_bias.clone()
-    StepGuard(model, optimizer, on_nonfinite="skip")
+    guard = StepGuard(model, optimizer, on_nonfinite="skip")
     for is_bad in (True, False):
         y = model(torch.randn(40, 64))
         (y * (math.inf if is_bad else 1)).sum().backward()
-        said = said_by(optimizer.step)
+        said = said_by(guard.check)
+        optimizer.step()
         optimizer.zero_grad()
         mf.step(model)
         assert torch.equal(model.router.expert_bias, before) == is_bad
@@ -174,22 +177,16 @@ def loss_of(model, x):
     return model(x).square().mean()
 
 
-def report(model, make_wrong, *, clips=False, checks=False, loss=None, batches=()):
+def report(model, make_wrong, *, clips=False, loss=None, batches=()):
     """Returns the error of a step whose gradients are made wrong."""
     optimizer = torch.optim.AdamW(model.parameters())
     guard = StepGuard(model, optimizer, on_nonfinite="raise", loss=loss)
     loss_of(model, batch(0)).backward()
     make_wrong(model)
-
-    def step():
-        if checks:
-            guard.check(*batches)
-        if clips:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-
+    if clips:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     with pytest.raises(FloatingPointError) as raised:
-        step()
+        guard.check(*batches)
     return str(raised.value)
 
 
@@ -204,7 +201,7 @@ def test_the_layer_that_comes_first_in_backward():
     explode_after(model[2])
     text = report(model, lambda _: None)
     assert "step 1: 3 of 4 gradients are not finite, the last in the model, where" in text
-    assert "backward begins, that of 2.weight; none behind it is wrong, so g of dgrad and" in text
+    assert "backward begins, that of 2.weight; none behind it is wrong: look at g of dgrad" in text
 
 
 def spoil(model):
@@ -218,12 +215,10 @@ def test_a_gradient_alone():
     assert "wgrad's product of g and x" in text
 
 
-def test_clipping_hides_names_without_a_check():
-    hidden = report(built("mxfp8"), spoil, clips=True)
-    assert "12 of 12 gradients" in hidden
-    assert "call check() before clipping" in hidden
-    named = report(built("mxfp8"), spoil, clips=True, checks=True)
-    assert "where backward begins, that of blocks.1.down.weight; no other is wrong" in named
+def test_clipping_before_a_check_hides_names():
+    text = report(built("mxfp8"), spoil, clips=True)
+    assert "12 of 12 gradients" in text
+    assert "call check() before clipping" in text
 
 
 def test_a_weight():
@@ -260,7 +255,7 @@ def test_batches_are_repeated(name):
 
 
 def test_a_repetition_that_is_finite():
-    text = report(built("mxfp8"), spoil, checks=True, loss=loss_of, batches=[batch(0)])
+    text = report(built("mxfp8"), spoil, loss=loss_of, batches=[batch(0)])
     assert "Repeated, the batch has finite values alone" in text
 
 
@@ -268,7 +263,7 @@ def test_an_error_of_the_repetition():
     def loss(model, x):
         raise KeyError("of the loss")
 
-    text = report(built("mxfp8"), spoil, checks=True, loss=loss, batches=[batch(0)])
+    text = report(built("mxfp8"), spoil, loss=loss, batches=[batch(0)])
     assert "that of blocks.1.down.weight; no other is wrong" in text
     assert ". Repeating the batch raised KeyError: 'of the loss'. The step was left out" in text
 
@@ -279,10 +274,9 @@ def test_masters_have_no_names():
     master = nn.Parameter(torch.zeros(4, 4))
     optimizer = torch.optim.AdamW([master])
     master.grad = model.weight.main_grad = torch.full((4, 4), math.nan)
-    StepGuard(model, optimizer, on_nonfinite="raise")
+    guard = StepGuard(model, optimizer, on_nonfinite="raise")
     with pytest.raises(FloatingPointError, match=r"parameter 0 of the optimizer \(4, 4\)"):
-        optimizer.step()
-    assert not master.any()
+        guard.check()
 
 
 # ---- gradients of all kinds ----------------------------------------------------------------------
@@ -299,10 +293,9 @@ def test_sparse_empty_and_missing_gradients():
         loss = model["embedding"](torch.tensor([1, 1, 5])).sum() * factor + model.empty.sum()
         loss.backward()
         assert model["embedding"].weight.grad.is_sparse
+        said_by(guard.check)
         for optimizer in (sparse, rest):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                optimizer.step()
+            optimizer.step()
             optimizer.zero_grad()
         same = torch.equal(model["embedding"].weight, before["embedding.weight"])
         assert same == (factor == math.inf)
@@ -312,9 +305,11 @@ def test_sparse_empty_and_missing_gradients():
 def test_a_step_without_any_gradient():
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    with StepGuard(model, optimizer, on_nonfinite="raise"):
+    with StepGuard(model, optimizer, on_nonfinite="raise") as guard:
+        guard.check()
         optimizer.step()
         model(torch.ones(2, 4)).sum().backward()
+        guard.check()
         optimizer.step()
 
 
@@ -329,21 +324,21 @@ def test_every_value_that_is_not_finite(value):
         largest = torch.finfo(dtype).max
         parameter.grad = torch.full_like(parameter, largest)
         parameter.grad[3] = -largest
-        optimizer.step()
+        guard.check()
         parameter.grad[1, 4] = value
         with pytest.raises(FloatingPointError, match=r"step 2: .* that of 0; "):
-            optimizer.step()
+            guard.check()
         guard.remove()
 
 
 def test_gradients_of_two_dtypes():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.bfloat16))
     optimizer = torch.optim.AdamW(model.parameters())
-    StepGuard(model, optimizer, on_nonfinite="raise")
+    guard = StepGuard(model, optimizer, on_nonfinite="raise")
     model[1](model[0](torch.ones(2, 4)).bfloat16()).sum().backward()
     model[1].bias.grad[0] = math.nan
     with pytest.raises(FloatingPointError, match=r"backward begins, that of 1\.bias"):
-        optimizer.step()
+        guard.check()
 
 
 def values_of(model):
@@ -367,7 +362,8 @@ def test_primary_weights(fused):
     before = values_of(model)
     guard = StepGuard(model, optimizer, on_nonfinite="skip")
     (model(torch.ones(2, 64)).sum() * math.inf).backward()
-    said = said_by(optimizer.step)
+    said = said_by(guard.check)
+    optimizer.step()
     mf.step(model)
     assert len(said) == 1  # codes are never stepped on a flag of the device
     guard.remove()
@@ -380,11 +376,13 @@ def test_a_closure_makes_the_gradients():
         model = built("mxfp8")
         optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
         before = copy.deepcopy(model.state_dict())
+        guard = StepGuard(model, optimizer, on_nonfinite="skip")
 
-        def closure(factor, model=model, optimizer=optimizer):
+        def closure(factor, model=model, optimizer=optimizer, guard=guard):
             optimizer.zero_grad()
             loss = loss_of(model, batch(0)) * factor
             loss.backward()
+            guard.check()
             return loss
 
         def steps(model=model, optimizer=optimizer, closure=closure, before=before):
@@ -392,7 +390,6 @@ def test_a_closure_makes_the_gradients():
             require_all_same(model.state_dict(), before)
             optimizer.step(closure=lambda: closure(1))
 
-        StepGuard(model, optimizer, on_nonfinite="skip")
         (text,) = said_by(steps)
         assert "step 1: 12 of 12" in text
         assert not torch.equal(model.head.weight, before["head.weight"])
@@ -404,6 +401,7 @@ def test_compiled_models_are_known_by_their_names():
     optimizer = torch.optim.AdamW(compiled.parameters(), fused=True)
     guard = StepGuard(compiled, optimizer, on_nonfinite="raise")
     (compiled(batch(0)).sum() * math.inf).backward()
+    guard.check()
     optimizer.step()
     mf.step(compiled)
     with pytest.raises(FloatingPointError, match=r"backward begins, that of head\.bias"):
@@ -411,11 +409,17 @@ def test_compiled_models_are_known_by_their_names():
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_compiled_optimizer(fused):
+def test_a_compiled_step(fused):
+    """The optimizer's step, and the check with it."""
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
-    step = torch.compile(lambda: optimizer.step(), backend="aot_eager")
-    StepGuard(model, optimizer, on_nonfinite="skip")
+    guard = StepGuard(model, optimizer, on_nonfinite="skip")
+
+    def checked_step():
+        guard.check()
+        optimizer.step()
+
+    step = torch.compile(checked_step, backend="aot_eager")
     said = []
     for factor in (1, math.inf, 1):
         before = model.weight.detach().clone()
@@ -426,61 +430,53 @@ def test_a_compiled_optimizer(fused):
     assert said == ([0, 0, 1] if fused else [0, 1, 0])
 
 
-def test_a_step_that_raises_gives_gradients_back():
-    """The optimizer itself fails, and is called again."""
-
-    class Fails(torch.optim.SGD):
-        fails = True
-
-        def step(self, closure=None):
-            if self.fails:
-                raise KeyError("of the optimizer")
-            return super().step(closure)
-
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_without_a_check_is_not_left_out(fused):
+    """Whatever the last check has found."""
     model = nn.Linear(4, 4)
-    optimizer = Fails(model.parameters(), lr=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=fused)
     guard = StepGuard(model, optimizer, on_nonfinite="skip")
-    (model(torch.ones(2, 4)).sum() * math.inf).backward()
-    gradient = model.weight.grad
-    with pytest.raises(KeyError):
+    for factor in (math.inf, 1):
+        before = model.weight.detach().clone()
+        optimizer.zero_grad()
+        (model(torch.ones(2, 4)).sum() * factor).backward()
+        if factor == math.inf:
+            said_by(guard.check)
         optimizer.step()
-    guard.remove()
-    assert model.weight.grad is gradient
+        assert torch.equal(model.weight, before) == (factor == math.inf)
 
 
-def test_gradients_that_come_between_two_optimizers():
-    """The second one's are read anew, as a step of their own."""
+def test_optimizers_that_step_on_gradients_of_their_own():
+    """As a generator and its critic: each is checked before its step."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     first, second = (torch.optim.SGD(layer.parameters(), lr=1.0) for layer in model)
     guard = StepGuard(model, [first, second], on_nonfinite="raise")
     model(torch.ones(2, 4)).sum().backward()
+    guard.check()
     first.step()
-    second.step()
-    assert guard.steps == 1
-    second.zero_grad()
-    model(torch.ones(2, 4)).sum().backward()
-    first.step()
-    second.zero_grad()
-    (model[1](torch.ones(2, 4)).sum() * math.inf).backward()
-    with pytest.raises(FloatingPointError, match=r"step 3: .* 1\.bias"):
-        second.step()
+    (model[1](torch.ones(2, 4)).sum() * math.inf).backward()  # adds to gradients that were read
+    with pytest.raises(FloatingPointError, match=r"step 2: .* 1\.bias"):
+        guard.check()
 
 
-def test_a_grad_scaler_decides_itself():
-    """Its overflows are no faults: the guard sees the steps that it lets through."""
-    for fused in (False, True):
-        model = nn.Linear(4, 4)
-        optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-        before = model.weight.detach().clone()
-        with StepGuard(model, optimizer, on_nonfinite="raise"):
-            for factor in (math.inf, 1):
-                optimizer.zero_grad()
-                scaler.scale(model(torch.ones(2, 4)).sum() * factor).backward()
-                scaler.step(optimizer)
-                scaler.update()
-                assert torch.equal(model.weight, before) == (factor == math.inf)
-        assert scaler.get_scale() == 1
+class Twice(torch.optim.AdamW):
+    """Its step is a step of its base class, with that one's hooks."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+def test_an_optimizer_that_calls_the_step_of_its_base_class():
+    torch.optim.AdamW([torch.zeros(1)])  # from now on the base class calls hooks
+    model = nn.Linear(4, 4)
+    optimizer = Twice(model.parameters(), fused=True)
+    before = copy.deepcopy(model.state_dict())
+    guard = StepGuard(model, optimizer, on_nonfinite="skip")
+    (model(torch.ones(2, 4)).sum() * math.inf).backward()
+    guard.check()
+    optimizer.step()
+    require_all_same(model.state_dict(), before)
+    assert len(said_by(guard.remove)) == guard.steps == 1
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -495,6 +491,10 @@ def test_arguments():
         StepGuard(model, [optimizer, model], on_nonfinite="skip")
     with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got SGD"):
         StepGuard(optimizer, optimizer, on_nonfinite="skip")
+    with pytest.raises(TypeError, match="or a list of those, got an empty list"):
+        StepGuard(model, [], on_nonfinite="skip")
+    with pytest.raises(TypeError, match="loss: expected a function or None, got 3"):
+        StepGuard(model, optimizer, on_nonfinite="skip", loss=3)
     with pytest.raises(TypeError, match="expected a process group"):
         StepGuard(model, optimizer, on_nonfinite="skip", group=3)
     guard = StepGuard(model, optimizer, on_nonfinite="skip")
@@ -503,30 +503,5 @@ def test_arguments():
     with pytest.raises(ValueError, match="expected a loss to repeat a batch with"):
         guard.check(torch.ones(2, 4))
     guard.remove()
-    assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
     StepGuard(model, optimizer, on_nonfinite="skip")
-
-
-def test_a_closure_that_is_called_again():
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.LBFGS(model.parameters())
-    StepGuard(model, optimizer, on_nonfinite="skip")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = loss_of(model, torch.ones(2, 4))
-        loss.backward()
-        return loss
-
-    with pytest.raises(ValueError, match="calls its closure once a step, got LBFGS"):
-        optimizer.step(closure)
-
-
-def test_a_main_grad_that_the_optimizer_would_read():
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters())
-    model.weight.main_grad = torch.zeros(4, 4)
-    StepGuard(model, optimizer, on_nonfinite="skip")
-    with pytest.raises(ValueError, match=r"got one with a main_grad \(4, 4\)"):
-        optimizer.step()

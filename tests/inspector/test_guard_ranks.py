@@ -33,7 +33,7 @@ def loss_of(model, x):
     return model(x).square().mean()
 
 
-def train(model, optimizer, steps, spoil=None, guard=None):
+def train(model, optimizer, steps, spoil=None, guard=None, loss=True):
     """Spoils the gradients of step BAD."""
     for step in steps:
         x = batch(step)
@@ -41,7 +41,7 @@ def train(model, optimizer, steps, spoil=None, guard=None):
         if step == BAD and spoil is not None:
             spoil(model)
         if guard is not None:
-            guard.check(x)
+            guard.check(*[x] if loss else [])
         optimizer.step()
         optimizer.zero_grad()
         mf.step(model)
@@ -66,8 +66,8 @@ def check_skip(rank, name):
     optimizer, without = (OPTIMIZERS[name](model.parameters()) for model in (guarded, plain))
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        with StepGuard(guarded, optimizer, on_nonfinite="skip"):
-            train(guarded, optimizer, range(STEPS), spoil_on_last_rank)
+        with StepGuard(guarded, optimizer, on_nonfinite="skip") as guard:
+            train(guarded, optimizer, range(STEPS), spoil_on_last_rank, guard, loss=False)
     said = [str(w.message) for w in warned if "gradients are not finite" in str(w.message)]
     want = "minifloat: step 2: 1 of 12 gradients are not finite, the last in the model, where "
     want += "backward begins, that of blocks.0.down.weight on ranks [1]; no other is wrong"
@@ -131,19 +131,20 @@ def check_stages(rank):
     model = nn.ModuleDict({f"of_rank_{rank}": nn.Linear(4, 4 + rank)})
     optimizer = torch.optim.AdamW(model.parameters(), fused=rank == 0)
     before = [p.detach().clone() for p in model.parameters()]
-    StepGuard(model, optimizer, on_nonfinite="raise")
+    guard = StepGuard(model, optimizer, on_nonfinite="raise")
     if rank != 1:  # which has no gradient at all
         model[f"of_rank_{rank}"](torch.ones(2, 4)).sum().backward()
     if rank == 2:
         model.of_rank_2.weight.grad[0, 0] = math.inf
     with pytest.raises(FloatingPointError) as raised:
-        optimizer.step()  # at once also where the optimizer is fused: others wait
+        guard.check()  # at once also where the optimizer is fused: others wait
     require_all_same([p.detach() for p in model.parameters()], before)
     assert len(set(texts_of_ranks(str(raised.value)))) == 1
     assert "that of of_rank_2.weight on ranks [2]; no other" in str(raised.value)
     optimizer.zero_grad()
     if rank != 1:
         model[f"of_rank_{rank}"](torch.ones(2, 4)).sum().backward()
+    guard.check()
     optimizer.step()  # is taken
     assert all(torch.equal(p, b) == (rank == 1) for p, b in zip(model.parameters(), before))
 
@@ -165,7 +166,8 @@ def check_tensor_parallel(rank):
         model[0].weight.grad.to_local()[3, 4] = math.inf
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with StepGuard(model, optimizer, on_nonfinite="skip"):
+        with StepGuard(model, optimizer, on_nonfinite="skip") as guard:
+            guard.check()
             optimizer.step()
     require_all_same([p.to_local() for p in model.parameters()], before)
 
@@ -182,8 +184,9 @@ def check_group(rank):
     before = model.weight.detach().clone()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with StepGuard(model, optimizer, on_nonfinite="skip", group=groups[rank]):
+        with StepGuard(model, optimizer, on_nonfinite="skip", group=groups[rank]) as guard:
             (model(torch.ones(2, 4)).sum() * (math.inf if rank == 0 else 1)).backward()
+            guard.check()
             optimizer.step()
     assert torch.equal(model.weight, before) == (rank == 0)
 
@@ -222,26 +225,6 @@ def test_a_rank_without_a_guard_is_named():
     assert "ranks [1] have not arrived" in words[0]
 
 
-def check_clipping(rank):
-    """Of each optimizer alone, where a rank has no gradient for the second one."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    optimizers = [torch.optim.SGD(layer.parameters(), lr=1.0) for layer in model]
-    with StepGuard(model, optimizers, on_nonfinite="raise") as guard:
-        for _ in range(2):
-            model(torch.ones(2, 4)).sum().backward()
-            if rank == 1:
-                optimizers[1].zero_grad()
-            for layer, optimizer in zip(model, optimizers):
-                nn.utils.clip_grad_norm_(layer.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-    assert guard.steps == 2
-
-
-def test_ranks_that_clip_other_gradients():
-    run_world(2, check_clipping)
-
-
 def check_batches(rank):
     """Ranks with other numbers of batches would wait for each other in a gather."""
     model = sharded(built("mxfp8"))
@@ -254,10 +237,46 @@ def check_batches(rank):
     with pytest.raises(FloatingPointError) as raised:
         guard.check(*batches)
     assert len(set(texts_of_ranks(str(raised.value)))) == 1
-    assert "ValueError: expected as many batches on all ranks, but rank 0 has 1; rank 1 has 2" in (
-        str(raised.value)
-    )
+    assert "expected as many batches on all ranks, got [1, 2]" in str(raised.value)
 
 
 def test_ranks_with_other_numbers_of_batches():
     run_world(2, check_batches)
+
+
+def check_batch_without_a_loss(rank, name):
+    """One rank's error is that of all, before anything is applied."""
+    model = sharded(built("mxfp8"))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    before = [p.to_local().clone() for p in model.parameters()]
+    guard = StepGuard(model, optimizer, on_nonfinite="skip")
+    loss_of(model, batch(0)).backward()
+
+    def step():
+        guard.check(*[batch(0)] * rank)
+        optimizer.step()
+        guard.remove()
+
+    with pytest.raises(ValueError, match=r"expected a loss to repeat .* on ranks \[1\]$"):
+        step()
+    require_all_same([p.to_local() for p in model.parameters()], before)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_batch_without_a_loss_on_one_rank(name):
+    run_world(2, check_batch_without_a_loss, name)
+
+
+def leave(rank):
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), fused=True)
+    guard = StepGuard(model, optimizer, on_nonfinite="skip")
+    (model(torch.ones(2, 4)).sum() * math.inf).backward()
+    guard.check()
+    if rank == 0:
+        guard.remove()
+
+
+def test_a_rank_without_a_report_is_named():
+    words = last_words(2, leave, seconds=4)
+    assert "expected all 2 ranks to report step 1, but ranks [1] have not arrived" in words[0]

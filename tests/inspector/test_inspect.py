@@ -545,6 +545,8 @@ def left_by(inspection, share):
 def test_refusals_of_a_map(inspection):
     with pytest.raises(ValueError, match="expected a share from 0 to 1, got 2"):
         inspection.recipe_map(2)
+    with pytest.raises(TypeError, match="expected a share from 0 to 1, got 'a'"):
+        inspection.recipe_map("a")
     with pytest.raises(ValueError, match="low: expected one of mxfp8, nvfp4, got mxfp4"):
         inspection.recipe_map(0.5, "mxfp4")
     with pytest.raises(ValueError, match="high: expected one of mxfp8, nvfp4, got fp8_rowwise"):

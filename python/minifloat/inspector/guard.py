@@ -1,11 +1,11 @@
 """Leaves a step out before gradients that are not finite are applied: StepGuard.
 
-    before optimizer.step()    one read of the gradients: a flag each, and one of all, on the device
-    ranks                      one all-reduce of that one flag, so that all of them decide alike
-    optimizer.step()           fused AdamW and SGD of torch read the flag themselves: nothing waits.
-                               Any other one waits for the flag, and gets no gradients if it is set
-    mf.step(model)             reads the flag: neither amax histories nor balance biases change
-    the next step              reads the flags of the one before, which are on the host by then
+    guard.check()       reports the step before, whose flags are on the host by now
+                        reads the gradients: a flag each, and one of all, on the device
+                        ranks: one all-reduce of that one flag, so that all of them decide alike
+    optimizer.step()    fused AdamW and SGD of torch read the flag themselves: nothing waits. For
+                        any other, check waits for the flag, and drops the gradients if it is set
+    mf.step(model)      reads the flag: neither amax histories nor balance biases change
 
 Names and ranks are looked up only for a step that was left out.
 """
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,14 +27,14 @@ from ..distributed.handshake import has_others, meet, raise_different, raise_on_
 from ..nn.names import unwrapped
 from ..nn.state.guarded_steps import guard_of, guards
 from ..nn.state.model_state import drop_counts
-from .guard_report import described, find, of_all_ranks
+from .guard_report import described, find
 from .guarded_optimizers import (
-    gradient_of,
-    hooked_optimizers,
+    flags_of,
+    local_gradients,
     make_momentum,
     parameters_of,
     reads_flag,
-    zero_or_nan,
+    require_optimizers,
 )
 
 RAISE, SKIP = "raise", "skip"
@@ -43,7 +43,7 @@ Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class Sent(NamedTuple):
-    """A step whose flags were sent to the host, and whom nobody was told of.
+    """A step whose flags were sent to the host, and which was not reported yet.
 
     Args:
         step: its number.
@@ -59,29 +59,28 @@ class Sent(NamedTuple):
 class StepGuard:
     """Stops, or skips, a step with a gradient that is Inf or NaN, before it is applied.
 
-    The guard acts in optimizer.step(), from now until `remove`, or the end of a `with` block. Of a
-    step that is left out, parameters, the optimizer's state, amax histories and balance biases stay
-    as they were. Random counters have moved on, and a scheduler counts the step.
+    Call `check` once a step, until `remove`, or the end of a `with` block. Of a step that is left
+    out, parameters, the optimizer's state, amax histories and balance biases stay as they were.
+    Random counters have moved on, and a scheduler counts the step.
 
     AdamW, Adam and SGD of torch with fused=True read the guard's flag on the device, and nothing
-    waits: the step is reported in the next one, or by `remove`. With another optimizer each step
-    waits for the flag once, and is reported at once.
+    waits: the step is reported by the next `check`, or by `remove`. With another optimizer `check`
+    waits for the flag, and reports the step at once.
 
     Args:
         model: what is trained, converted or not, or an nn.ModuleList of a rank's pipeline stages.
-        optimizer: whose step() is guarded, or a list of those that step on one backward pass.
+        optimizer: whose gradients are read, or a list of those that step on one backward pass.
         on_nonfinite: "raise": FloatingPointError, with the same text on all ranks. "skip": a
             warning on the first rank, and training goes on.
-        loss: (model, batch) -> a tensor of one element, for `check`; None: no batch is repeated.
+        loss: (model, batch) -> a tensor of one element, by which `check` repeats a batch; None: no
+            batch is repeated.
         group: the ranks that train the model, which decide alike; None: all of them.
 
     Raises:
-        TypeError: `model` is no module, or `optimizer` no optimizer. Where there are other ranks it
-            is a ValueError.
+        TypeError: `model` is no module, `optimizer` no optimizer, or `loss` no function. Where
+            there are other ranks it is a ValueError.
         ValueError: `on_nonfinite` is another, the model has a guard already, or ranks differ in
-            these arguments, or one is missing. Every rank raises it. By optimizer.step(): the
-            optimizer evaluates its closure again, reads a main_grad, or waits while a CUDA graph is
-            captured.
+            these arguments, or one is missing. Every rank raises it.
 
     Example:
         >>> layer = mf.Linear(64, 32, recipe="mxfp8")
@@ -89,6 +88,7 @@ class StepGuard:
         >>> guard = mf.inspector.StepGuard(layer, optimizer, on_nonfinite="raise")
         >>> layer(torch.full((2, 64), torch.inf)).sum().backward()
         >>> try:
+        ...     guard.check()
         ...     optimizer.step()
         ... except FloatingPointError as error:
         ...     print(f"{error}"[:40])
@@ -106,9 +106,11 @@ class StepGuard:
     ) -> None:
         try:
             self._model = unwrapped(require_module("StepGuard", model))
-            self._optimizers = [*dict.fromkeys(hooked_optimizers(optimizer))]  # hooked once each
+            self._optimizers = require_optimizers(optimizer)
             self._ranks = ranks_of(group)
             require_one_of("StepGuard: on_nonfinite", on_nonfinite, (RAISE, SKIP))
+            if not (loss is None or callable(loss)):
+                raise TypeError(f"StepGuard: loss: expected a function or None, got {loss!r}")
             if guard_of(self._model) is not None:
                 raise ValueError(
                     "StepGuard: expected a model without a guard, got one that has one; call "
@@ -117,55 +119,73 @@ class StepGuard:
         except (TypeError, ValueError) as error:
             raise_on_all(error, group)
         self._raises, self._loss = on_nonfinite == RAISE, loss
-        self._waits_always = agree(
+        self._waits = agree(
             f"on_nonfinite={on_nonfinite!r}, {'a' if loss else 'no'} loss",
             not all(map(reads_flag, self._optimizers)),
             self._ranks,
         )
         self.steps = 0  # steps until now; assign it where a run is resumed
         self.left_out: Tensor | None = None  # what mf.step reads
-        self._device = next((p.device for p in self._parameters()), torch.device("cpu"))
+        device = next((p.device for o in self._optimizers for p in parameters_of(o)), None)
+        self._device = device or torch.device("cpu")
         self._flags = torch.zeros(1, device=self._device)  # of all gradients, then one of each
         self._flag = self._flags[0]
-        self._host, self._event = torch.zeros(1), None
-        if self._device.type == "cuda":
-            self._event = torch.cuda.Event()
-        self._looked: list[Tensor] = []  # parameters whose gradients have flags
-        self._gradients: dict[int, weakref.ref[Tensor]] = {}  # what was looked at, by its id
+        self._host = torch.zeros(1)
+        self._event = torch.cuda.Event() if self._device.type == "cuda" else None
+        self._read: list[Tensor] = []  # parameters whose gradients have flags
         self._batches: tuple[Any, ...] = ()
         self._sent: Sent | None = None
-        self._stepped: set[int] | None = None  # optimizers since the gradients were read
-        self._waits = self._is_left_out = False
-        self._held: list[tuple[Tensor, Tensor]] = []  # parameters, and gradients out of their reach
-        self._handles = []
-        # Not traced in a compiled optimizer.step().
-        before, after = torch.compiler.disable(self._before), torch.compiler.disable(self._after)
-        for each in self._optimizers:
-            self._handles.append(each.register_step_pre_hook(before))
-            self._handles.append(each.register_step_post_hook(after))
+        # Neither is traced where a step is compiled.
+        self._check, back = map(torch.compiler.disable, (self._check_eagerly, self._take_back))
+        self._handles = [o.register_step_post_hook(back) for o in self._optimizers]
         for module in self._model.modules():
             guards[module] = weakref.ref(self)
 
     def check(self, *batches: Any) -> None:
-        """Reads the gradients now. Call it after the last backward, before they are clipped.
+        """Reads the gradients, and has each optimizer's next step left out if one is not finite.
 
-        Clipping makes all gradients NaN where their norm is, and none would be named. Without this
-        call optimizer.step() reads the gradients.
+        Call it once a step, on all ranks: after the last backward, before gradients are clipped and
+        before any of the optimizers steps. Clipping makes all gradients NaN where their norm is.
+        An optimizer that calls a closure has it at the closure's end.
 
         Args:
-            batches: this step's micro-batches, which the guard keeps until its report. A step that
-                is left out is repeated with them by find_nonfinite, which names module and operand.
+            batches: this step's micro-batches, as many on all ranks, which the guard keeps until
+                its report. A step that is left out is repeated with them by find_nonfinite, which
+                names module and operand.
 
         Raises:
-            ValueError: there are batches, and no loss.
-            FloatingPointError: as by optimizer.step().
+            FloatingPointError: under "raise", a gradient is not finite: of this step with an
+                optimizer that waits, of the one before with the others.
+            ValueError: there are batches, and no loss; it comes as that error would. An optimizer
+                waits while a CUDA graph is captured.
         """
-        if batches and self._loss is None:
+        self._check(batches)
+
+    def _check_eagerly(self, batches: tuple[Any, ...]) -> None:
+        is_captured = self._event is not None and torch.cuda.is_current_stream_capturing()
+        if is_captured and self._waits:
             raise ValueError(
-                "StepGuard: expected a loss to repeat a batch with, got None; pass loss= to the "
-                "guard, or call check() without a batch"
+                "StepGuard: expected optimizers that a CUDA graph can leave a step out of, got "
+                f"{', '.join(type(o).__name__ for o in self._optimizers)}, of which one is not "
+                "fused; make it with fused=True"
             )
-        self._begin(batches)
+        if not is_captured:
+            self.report()
+        self._batches = batches
+        self._read_gradients()
+        self.left_out = self._flag
+        if not is_captured:
+            self.send()
+            self._batches = ()
+        if not self._waits:
+            for optimizer in self._optimizers:
+                make_momentum(optimizer)
+                optimizer.found_inf = self._flag  # type: ignore[attr-defined]
+        elif self.report():
+            for parameter in self._read:
+                parameter.grad = None
+        else:
+            self.left_out = None
 
     def remove(self) -> None:
         """Ends the guard, after a report of the last step."""
@@ -184,132 +204,39 @@ class StepGuard:
             self._detach()
 
     def _detach(self) -> None:
-        for optimizer in self._optimizers:
-            self._after(optimizer)
-        for handle in self._handles:
+        for optimizer, handle in zip(self._optimizers, self._handles):
+            self._take_back(optimizer)
             handle.remove()
         for module in self._model.modules():
             if guards.get(module) == weakref.ref(self):  # else it was removed before
                 del guards[module]
 
-    # ---- an optimizer's step ---------------------------------------------------------------------
-
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Decides before optimizer.step(), or after its closure, which makes the gradients."""
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
-            self._decide(optimizer)
-            return None
-        is_called = False
-
-        def closed() -> Any:
-            nonlocal is_called
-            if is_called:
-                raise ValueError(
-                    "StepGuard: expected an optimizer that calls its closure once a step, got "
-                    f"{type(optimizer).__name__}, which has changed parameters between two calls"
-                )
-            result, is_called = closure(), True
-            self._decide(optimizer)
-            return result
-
-        if len(args) > 1:
-            return (args[0], closed, *args[2:]), kwargs
-        return args, {**kwargs, "closure": closed}
-
-    def _decide(self, optimizer: Optimizer) -> None:
-        self._after(optimizer)  # of a step that raised
-        if getattr(optimizer, "found_inf", None) is not None:  # a GradScaler decides itself
-            self.left_out = self._sent = self._stepped = None
-            return
-        stepped = self._stepped
-        if stepped is None or id(optimizer) in stepped or not self._has_looked_at(optimizer):
-            self._begin(())
-        self._stepped = {*(self._stepped or ()), id(optimizer)}
-        if not self._waits:
-            make_momentum(optimizer)
-            optimizer.found_inf = self._flag  # type: ignore[attr-defined]
-        elif self._is_left_out:
-            self._held = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
-            for parameter, _ in self._held:
-                parameter.grad = None
-
-    def _after(self, optimizer: Optimizer, *_: object) -> None:
-        """Takes the flag away, and gives gradients back, which zero_grad() is to clear."""
+    def _take_back(self, optimizer: Optimizer, *_: object) -> None:
+        """Takes the flag from an optimizer after its step: the next one may have no check."""
         if getattr(optimizer, "found_inf", None) is self._flag:
             del optimizer.found_inf  # type: ignore[attr-defined]
-        for parameter, gradient in self._held:
-            if parameter.grad is None:  # else it is of a backward after a step that raised
-                parameter.grad = gradient
-        self._held = []
-
-    # ---- the flags -------------------------------------------------------------------------------
-
-    def _begin(self, batches: tuple[Any, ...]) -> None:
-        """Reads the gradients of a new step, after the report of the last one."""
-        self._stepped = None  # until nothing has raised: else the next step begins anew
-        for optimizer in self._optimizers:  # of a step that raised, before the flag is another
-            self._after(optimizer)
-        is_captured = self._event is not None and torch.cuda.is_current_stream_capturing()
-        if not is_captured:
-            self.report()
-        self._batches, self._is_left_out = batches, False
-        self._waits = self._waits_always or not all(map(reads_flag, self._optimizers))
-        if is_captured and self._waits:
-            raise ValueError(
-                "StepGuard: expected optimizers that a CUDA graph can leave a step out of, got "
-                f"{', '.join(type(o).__name__ for o in self._optimizers)}, of which one is not "
-                "fused; make it with fused=True"
-            )
-        self._look()
-        self.left_out = self._flag
-        if not is_captured:
-            self.send()
-            self._batches = ()  # else each replay sends them
-        if self._waits:
-            self._is_left_out = self.report()
-            self.left_out = self._flag if self._is_left_out else None
-        self._stepped = set()
 
     @torch.no_grad()
-    def _look(self) -> None:
+    def _read_gradients(self) -> None:
         """Writes the flags, by kernels alone."""
-        self._looked = []
-        lists: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-        for parameter in self._parameters():
-            gradient = gradient_of(parameter)
-            if gradient is not None:
-                key = gradient.device, gradient.dtype
-                parameters, gradients = lists.setdefault(key, ([], []))
-                parameters.append(parameter)
-                gradients.append(gradient)
-        all_gradients = [p.grad for p in self._parameters() if p.grad is not None]
-        self._gradients = {id(gradient): weakref.ref(gradient) for gradient in all_gradients}
-        found = []
-        for parameters, gradients in lists.values():
-            self._looked += parameters
-            found.append(zero_or_nan(gradients).to(self._device, torch.float32, non_blocking=True))
-        if self._flags.numel() != 1 + len(self._looked):
-            self._flags = torch.zeros(1 + len(self._looked), device=self._device)
+        self._read, found = [], []
+        for parameters, gradients in local_gradients(self._optimizers):
+            self._read += parameters
+            found.append(flags_of(gradients).to(self._device, non_blocking=True))
+        if self._flags.numel() != 1 + len(self._read):
+            for optimizer in self._optimizers:  # of a step that raised
+                self._take_back(optimizer)
+            self._flags = torch.zeros(1 + len(self._read), device=self._device)
             self._flag = self._flags[0]
         if found:
-            each = self._flags[1:]
-            torch.ne(torch.cat(found), 0, out=each)
-            torch.amax(each, 0, out=self._flag)
+            torch.cat(found, out=self._flags[1:])
+            torch.amax(self._flags[1:], 0, out=self._flag)
         else:
             self._flags.zero_()
+        if self._batches and self._loss is None:
+            self._flag.fill_(1)  # its report raises the error, on all ranks
         if self._ranks is not None:
             dist.all_reduce(self._flags[:1], op=dist.ReduceOp.MAX, group=self._ranks)
-
-    def _has_looked_at(self, optimizer: Optimizer) -> bool:
-        """Tells whether no gradient of an optimizer is a new one; clipping writes in place."""
-        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
-        known = [self._gradients.get(id(gradient)) for gradient in gradients]
-        return all(ref is not None and ref() is g for ref, g in zip(known, gradients))
-
-    def _parameters(self) -> Iterator[Tensor]:
-        for optimizer in self._optimizers:
-            yield from parameters_of(optimizer)
 
     # ---- the report ------------------------------------------------------------------------------
 
@@ -322,7 +249,7 @@ class StepGuard:
         self._host.copy_(self._flags, non_blocking=True)
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
-        self._sent = Sent(self.steps, self._looked, self._batches)
+        self._sent = Sent(self.steps, self._read, self._batches)
 
     def report(self) -> bool:
         """Reports the last step that was sent, where it was left out and nobody was told.
@@ -332,6 +259,7 @@ class StepGuard:
 
         Raises:
             FloatingPointError: it was, under "raise".
+            ValueError: a rank has passed batches, and the guard has no loss.
         """
         sent, self._sent = self._sent, None
         if sent is None:
@@ -340,14 +268,13 @@ class StepGuard:
             self._event.synchronize()  # of the flags alone, which are a step old or waited for
         if self._host[0] == 0:
             return False
-        is_wrong = self._host[1:].tolist()
-        found = find(self._model, sent.parameters, is_wrong, sent.batches, self._loss, self._ranks)
-        text = described(sent.step, of_all_ranks(sent.step, found, self._ranks))
+        found = find(self._model, *sent, self._host[1:].tolist(), self._loss, self._ranks)
+        text = described(sent.step, found)
         if self._raises:
             drop_counts(self._model)
             raise FloatingPointError(f"{text}. The step was left out")
         if self._ranks is None or dist.get_rank(self._ranks) == 0:
-            warnings.warn(f"minifloat: {text}. The step is skipped", stacklevel=2)
+            warnings.warn(f"minifloat: {text}. The step is skipped", stacklevel=3)
         return True
 
 

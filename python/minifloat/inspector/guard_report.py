@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..distributed.handshake import meet, require_same
+from ..distributed.handshake import meet
 from ..nn.names import join
 from ..nn.registry import named_modules
 from .nonfinite import find_nonfinite, first_of
 
-CALLED = "StepGuard: expected all {} ranks to report {}"
-ABSENT = "they have not come to optimizer.step()"
+Loss = Callable[[nn.Module, Any], Tensor]
 
 # Which operand the gradients alone point to.
 OF_ALL = (
@@ -30,7 +29,8 @@ OF_ONE = (
     "no other is wrong, so wgrad's product of g and x is not finite there, or g itself where no "
     "layer lies before"
 )
-OF_SOME = "none behind it is wrong, so g of dgrad and wgrad is not finite there or just behind"
+OF_SOME = "none behind it is wrong: look at g of dgrad and wgrad there and just behind"
+NOT_FOUND = 2**31  # of a repetition that found nothing: after every place
 
 
 class Found(NamedTuple):
@@ -44,7 +44,8 @@ class Found(NamedTuple):
         wrong: gradients of this rank that are not finite.
         gradients: of this rank.
         weight: the first parameter with a value that is not finite; "": none has.
-        repeated: what repeating the batches found: (place, sentence), or (NOT_FOUND, an error);
+        batches: micro-batches of this rank.
+        repeated: what repeating them found: (place, sentence), or (NOT_FOUND, an error or "");
             None: they were not repeated.
     """
 
@@ -53,113 +54,103 @@ class Found(NamedTuple):
     wrong: int
     gradients: int
     weight: str
-    repeated: tuple[int, str] | None
-
-
-NOT_FOUND = 2**31  # of a repetition that found nothing: after every place
-
-
-def names_of(model: nn.Module) -> dict[int, str]:
-    """Returns the names of a model's parameters by their id."""
-    return {
-        id(parameter): join(fqn, name)
-        for fqn, module in named_modules(model)
-        for name, parameter in module.named_parameters(recurse=False)
-    }
+    batches: int
+    repeated: tuple[int, str] | None = None
 
 
 def find(
     model: nn.Module,
+    step: int,
     parameters: Sequence[Tensor],
-    is_wrong: Sequence[bool],
     batches: Sequence[Any],
-    loss: Callable[[nn.Module, Any], Tensor] | None,
+    is_wrong: Sequence[bool],
+    loss: Loss | None,
     ranks: dist.ProcessGroup | None,
-) -> Found:
-    """Looks for the origin on this rank.
+) -> list[Found]:
+    """Looks for the origin, and returns what each rank has found.
 
     Args:
         model: with the parameters of that step.
+        step: its number.
         parameters: those with a gradient, of the optimizers.
-        is_wrong: whether the gradient of each is not finite.
         batches: the micro-batches of that step, which are repeated; none: nothing is.
+        is_wrong: whether the gradient of each parameter is not finite.
         loss: (model, batch) -> a tensor of one element.
-        ranks: those that repeat as many batches; None: this one is alone.
+        ranks: those that look together; None: this one is alone.
+
+    Raises:
+        ValueError: a rank has batches without a loss, or is missing; on every rank.
     """
-    known = names_of(model)
+    known = {
+        id(parameter): join(fqn, name)
+        for fqn, module in named_modules(model)
+        for name, parameter in module.named_parameters(recurse=False)
+    }
     places = {name: place for place, name in enumerate(known.values())}
-    named = []
-    for i, parameter in enumerate(parameters):
-        own = f"parameter {i} of the optimizer {tuple(parameter.shape)}"
-        named.append((known.get(id(parameter), own), parameter))
-    wrong = [
-        (places.get(name, i), name)
-        for i, ((name, _), is_one) in enumerate(zip(named, is_wrong))
-        if is_one
-    ]
-    place, name = max(wrong, default=(-1, ""))
-    bad = first_of([*named])
-    repeated = None
-    if loss is not None:
-        try:
-            if ranks is not None:
-                require_as_many(batches, ranks)
-            repeated = repeat(model, batches, loss) if batches else None
-        except Exception as error:  # other ranks wait for the report
-            repeated = (NOT_FOUND, f"{type(error).__name__}: {error}")
-    weight = "" if bad is None else bad.where
-    return Found(place, name, len(wrong), len(parameters), weight, repeated)
-
-
-def require_as_many(batches: Sequence[Any], ranks: dist.ProcessGroup) -> None:
-    """Raises ValueError on all ranks where one has more batches: others would wait for it."""
-    require_same(
-        "a StepGuard's batches:",
-        f"{len(batches)}",
-        ranks,
-        expected=CALLED,
-        absent=ABSENT,
-        differs="expected as many batches on all ranks",
+    own = [f"parameter {i} of the optimizer {tuple(p.shape)}" for i, p in enumerate(parameters)]
+    names = [known.get(id(p), name) for p, name in zip(parameters, own)]
+    wrong = [(places.get(names[i], i), names[i]) for i, is_one in enumerate(is_wrong) if is_one]
+    bad = first_of([*zip(names, parameters)])
+    found = Found(
+        *max(wrong, default=(-1, "")),
+        len(wrong),
+        len(parameters),
+        "" if bad is None else bad.where,
+        len(batches),
     )
+    of_ranks = [Found(*each) for each in exchanged(step, "gradients", found, ranks)]
+    counts = [each.batches for each in of_ranks]
+    if loss is None and any(counts):
+        raise ValueError(
+            "StepGuard: expected a loss to repeat a batch with, got None; pass loss= to the "
+            f"guard, or call check() without a batch{_on(counts)}"
+        )
+    if not any(counts):
+        return of_ranks
+    if loss is None or len(set(counts)) > 1:  # ranks would wait for each other in a gather
+        error = f"ValueError: expected as many batches on all ranks, got {counts}"
+        return [each._replace(repeated=(NOT_FOUND, error)) for each in of_ranks]
+    repeated = exchanged(step, "repeated batches", repeat(model, batches, loss), ranks)
+    return [each._replace(repeated=tuple(r)) for each, r in zip(of_ranks, repeated)]
 
 
-def repeat(
-    model: nn.Module, batches: Sequence[Any], loss: Callable[[nn.Module, Any], Tensor]
-) -> tuple[int, str]:
+def repeat(model: nn.Module, batches: Sequence[Any], loss: Loss) -> tuple[int, str]:
     """Repeats every micro-batch, as the other ranks do, and returns the first value it finds."""
     found = []
     for i, batch in enumerate(batches):
-        first = find_nonfinite(model, batch, loss)
+        try:
+            first = find_nonfinite(model, batch, loss)
+        except Exception as error:  # other ranks wait for the report
+            return NOT_FOUND, f"{type(error).__name__}: {error}"
         if first is not None:
             of = f" of micro-batch {i}" if len(batches) > 1 else ""
             found.append((first.place, f"{first}{of}"))
     return min(found, default=(NOT_FOUND, ""))
 
 
-def of_all_ranks(step: int, found: Found, ranks: dist.ProcessGroup | None) -> list[Found]:
-    """Returns what each rank has found, on every one.
+def exchanged(step: int, what: str, found: Any, ranks: dist.ProcessGroup | None) -> list[Any]:
+    """Returns what each rank has found, as JSON carries it.
 
     Raises:
         ValueError: a rank is missing; on every other.
     """
+    text = json.dumps(found)
     if ranks is None:
-        return [found]
+        return [json.loads(text)]
     texts = meet(
-        "a StepGuard's report of",
-        f"step {step}\n{json.dumps(found)}",
+        f"a StepGuard's report of step {step}, its {what}:",
+        text,
         ranks,
-        expected=CALLED,
-        absent=ABSENT,
+        expected=f"StepGuard: expected all {{}} ranks to report step {step}",
+        absent="they have not come to check()",
     )
-    if texts is None:
-        return [found] * dist.get_world_size(ranks)
-    return [Found(*json.loads(text.partition("\n")[2])) for text in texts]
+    return [json.loads(each) for each in texts or [text] * dist.get_world_size(ranks)]
 
 
 def described(step: int, of_ranks: Sequence[Found]) -> str:
     """Returns the sentences on a step, from what all ranks have found."""
     last = max(of_ranks, key=lambda found: found.place)
-    first = f"that of {last.name}{_on(of_ranks, lambda f: f.name == last.name)}"
+    first = f"that of {last.name}{_on([f.name == last.name for f in of_ranks])}"
     if any(f.name and f.name != last.name for f in of_ranks):
         others = sorted({f.name for f in of_ranks if f.name} - {last.name})
         first += f" (elsewhere that of {', '.join(others)})"
@@ -172,14 +163,13 @@ def described(step: int, of_ranks: Sequence[Found]) -> str:
 
 def _operand(of_ranks: Sequence[Found], last: Found) -> str:
     repeated = [f.repeated for f in of_ranks if f.repeated is not None]
-    if repeated:
-        place, sentence = min((*each,) for each in repeated)
-        if place != NOT_FOUND:
-            on = _on(of_ranks, lambda f: f.repeated is not None and f.repeated[1] == sentence)
-            return f"repeated, the batch has the first such value in {sentence}{on}"
-    weights = [f.weight for f in of_ranks if f.weight]
-    if weights:
-        return f"W is not finite: {weights[0]}{_on(of_ranks, lambda f: f.weight == weights[0])}"
+    place, sentence = min(repeated, default=(NOT_FOUND, ""))
+    if place != NOT_FOUND:
+        on = _on([each[1] == sentence for each in repeated])
+        return f"repeated, the batch has the first such value in {sentence}{on}"
+    weight = next((f.weight for f in of_ranks if f.weight), "")
+    if weight:
+        return f"W is not finite: {weight}{_on([f.weight == weight for f in of_ranks])}"
     text = OF_ALL if last.wrong == last.gradients else OF_SOME
     if last.wrong == 1:
         text = OF_ONE
@@ -191,8 +181,6 @@ def _operand(of_ranks: Sequence[Found], last: Found) -> str:
     return text
 
 
-def _on(of_ranks: Sequence[Found], holds: Callable[[Found], bool]) -> str:
+def _on(holds: Sequence[object]) -> str:
     """Returns the words for the ranks on which something holds; "" where there is one rank."""
-    if len(of_ranks) == 1:
-        return ""
-    return f" on ranks {[rank for rank, found in enumerate(of_ranks) if holds(found)]}"
+    return f" on ranks {[i for i, does in enumerate(holds) if does]}" if len(holds) > 1 else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,18 +13,25 @@ from ..nn.registry import is_distributed
 from ..private_torch import norms_of
 from ..tensor.quantized_tensor import QuantizedTensor
 
+EXPECTED = "StepGuard: optimizer: expected a torch.optim.Optimizer, or a list of those"
 
-def hooked_optimizers(optimizer: object) -> Iterator[Optimizer]:
-    """Yields the optimizers, inside what accelerate and Lightning wrap around them."""
+
+def require_optimizers(optimizer: object) -> list[Optimizer]:
+    """Returns the optimizers, inside what accelerate and Lightning wrap around them, each once.
+
+    Raises:
+        TypeError: there is none, or another object among them.
+    """
+    found: dict[Optimizer, None] = {}
     for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
         while isinstance(inner := getattr(each, "optimizer", None), Optimizer):
             each = inner
         if not isinstance(each, Optimizer):
-            raise TypeError(
-                "StepGuard: optimizer: expected a torch.optim.Optimizer, or a list of those, got "
-                f"{type(each).__name__}"
-            )
-        yield each
+            raise TypeError(f"{EXPECTED}, got {type(each).__name__}")
+        found[each] = None
+    if not found:
+        raise TypeError(f"{EXPECTED}, got an empty list")
+    return [*found]
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -66,32 +73,35 @@ def make_momentum(optimizer: Optimizer) -> None:
                     optimizer.state[p]["momentum_buffer"] = torch.full_like(p, -0.0)
 
 
-def gradient_of(parameter: Tensor) -> Tensor | None:
-    """Returns this rank's values of a parameter's gradient; None: there are none.
+def local_gradients(
+    optimizers: Sequence[Optimizer],
+) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Returns the parameters that have gradients, and this rank's values of those.
 
-    Raises:
-        ValueError: the gradient is a main_grad.
+    Call it under no_grad. The lists of a pair are of one device and dtype, in the optimizers'
+    order.
     """
-    gradient = parameter.grad
-    main_grad = parameter.__dict__.get("main_grad")
-    if main_grad is not None and main_grad is not gradient:
-        raise ValueError(
-            "StepGuard: expected parameters whose gradients are .grad, got one with a main_grad "
-            f"{tuple(parameter.shape)}; pass the optimizer a master whose .grad that is"
-        )
-    if gradient is None:
-        return None
-    if gradient.is_sparse:
-        gradient = gradient.coalesce().values()  # sums of a row's values may overflow
-    elif type(gradient) is not Tensor and is_distributed(gradient):
-        gradient = gradient.to_local()
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient)
-    return gradient if gradient.numel() > 0 else None
+    found: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for optimizer in optimizers:
+        for parameter in parameters_of(optimizer):
+            gradient = parameter.grad
+            if gradient is None:
+                continue
+            if gradient.is_sparse:
+                gradient = gradient.coalesce().values()  # sums of a row's values may overflow
+            elif is_distributed(gradient):
+                gradient = gradient.to_local()
+            if gradient.is_complex():
+                gradient = torch.view_as_real(gradient)
+            if gradient.numel() > 0:
+                lists = found.setdefault((gradient.device, gradient.dtype), ([], []))
+                lists[0].append(parameter)
+                lists[1].append(gradient)
+    return [*found.values()]
 
 
-def zero_or_nan(gradients: list[Tensor]) -> Tensor:
-    """Returns (n): 0 for each gradient whose values are all finite, NaN for the others.
+def flags_of(gradients: list[Tensor]) -> Tensor:
+    """Returns float32 (n): 1 for each gradient with a value that is Inf or NaN, else 0.
 
     Args:
         gradients: n of one device and dtype, none of them empty.
@@ -100,6 +110,8 @@ def zero_or_nan(gradients: list[Tensor]) -> Tensor:
     for those as for extremes.
     """
     if gradients[0].is_cuda:
-        return torch.stack(norms_of(gradients, math.inf)).mul_(0)
-    extremes = [value for gradient in gradients for value in torch.aminmax(gradient)]
-    return torch.stack(extremes).mul_(0).view(-1, 2).sum(1)
+        zero_or_nan = torch.stack(norms_of(gradients, math.inf)).mul_(0)
+    else:
+        extremes = [value for gradient in gradients for value in torch.aminmax(gradient)]
+        zero_or_nan = torch.stack(extremes).mul_(0).view(-1, 2).sum(1)
+    return zero_or_nan.ne(0).float()

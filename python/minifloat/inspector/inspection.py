@@ -190,9 +190,11 @@ class Inspection:
             mf.quantize_.
 
         Raises:
-            TypeError: `low` or `high` is no str.
+            TypeError: `share` is no number, or `low` or `high` no str.
             ValueError: `share` is out of range, or a recipe was not inspected.
         """
+        if not isinstance(share, (int, float)):
+            raise TypeError(f"recipe_map: expected a share from 0 to 1, got {share!r}")
         if not 0 <= share <= 1:
             raise ValueError(f"recipe_map: expected a share from 0 to 1, got {share!r}")
         low, high = Recipe(low).text, Recipe(high).text

@@ -250,10 +250,13 @@ def run(
     require_autograd(model, batch)
     calls: list[Call] = []
     reads, unseen = WeightReads(modules), dict[nn.Module, str]()
+    cut: set[nn.Module] = set()  # seen before a call: after it FSDP2 may have sharded anew
     is_forward = True
 
     def begin(module: nn.Module, args: Any) -> None:
         reads.called.append(module)
+        if any(is_distributed(p) for p in module.parameters(recurse=False)):
+            cut.add(module)
 
     def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
         reads.called.remove(module)
@@ -267,7 +270,7 @@ def run(
         if not output.requires_grad:  # of frozen parameters: no layer before needs a gradient
             output = output.detach().requires_grad_()
             returned = output.clone()  # which may be written to
-        calls.append(call_of(module, (*args, *kwargs.values()), output))
+        calls.append(call_of(module, (*args, *kwargs.values()), output, module in cut))
         return returned
 
     with ExitStack() as undo:
@@ -287,11 +290,10 @@ def run(
     return Run(value.detach(), calls, gradients, unseen)
 
 
-def call_of(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Call:
+def call_of(module: nn.Module, inputs: tuple[Any, ...], output: Tensor, is_cut: bool) -> Call:
     """Returns a call that ends now."""
     values = [x for x in inputs if isinstance(x, Tensor)]
     dtype = compute_dtype(values[0]) if values else output.dtype
-    is_cut = any(is_distributed(p) for p in module.parameters(recurse=False))
     versions = tuple(x._version for x in values)
     return Call(module, inputs, output, get_gradient_edge(output), dtype, is_cut, versions)
 
