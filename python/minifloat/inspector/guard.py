@@ -184,8 +184,6 @@ class StepGuard:
         elif self.report():
             for parameter in self._read:
                 parameter.grad = None
-        else:
-            self.left_out = None
 
     def remove(self) -> None:
         """Ends the guard, after a report of the last step."""
@@ -224,8 +222,6 @@ class StepGuard:
             self._read += parameters
             found.append(flags_of(gradients).to(self._device, non_blocking=True))
         if self._flags.numel() != 1 + len(self._read):
-            for optimizer in self._optimizers:  # of a step that raised
-                self._take_back(optimizer)
             self._flags = torch.zeros(1 + len(self._read), device=self._device)
             self._flag = self._flags[0]
         if found:

@@ -83,7 +83,6 @@ class Call:
         output: what it returned.
         edge: the place of the output in autograd's graph, before writes in place.
         dtype: of its products.
-        is_cut: whether tensor parallelism cuts a parameter, which is a DTensor during the forward.
         versions: of the inputs, by which a write in place is noticed.
     """
 
@@ -92,7 +91,6 @@ class Call:
     output: Tensor
     edge: GradientEdge
     dtype: torch.dtype
-    is_cut: bool
     versions: tuple[int, ...]
 
 
@@ -250,13 +248,10 @@ def run(
     require_autograd(model, batch)
     calls: list[Call] = []
     reads, unseen = WeightReads(modules), dict[nn.Module, str]()
-    cut: set[nn.Module] = set()  # seen before a call: after it FSDP2 may have sharded anew
     is_forward = True
 
     def begin(module: nn.Module, args: Any) -> None:
         reads.called.append(module)
-        if any(is_distributed(p) for p in module.parameters(recurse=False)):
-            cut.add(module)
 
     def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
         reads.called.remove(module)
@@ -270,7 +265,7 @@ def run(
         if not output.requires_grad:  # of frozen parameters: no layer before needs a gradient
             output = output.detach().requires_grad_()
             returned = output.clone()  # which may be written to
-        calls.append(call_of(module, (*args, *kwargs.values()), output, module in cut))
+        calls.append(call_of(module, (*args, *kwargs.values()), output))
         return returned
 
     with ExitStack() as undo:
@@ -290,12 +285,12 @@ def run(
     return Run(value.detach(), calls, gradients, unseen)
 
 
-def call_of(module: nn.Module, inputs: tuple[Any, ...], output: Tensor, is_cut: bool) -> Call:
+def call_of(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Call:
     """Returns a call that ends now."""
     values = [x for x in inputs if isinstance(x, Tensor)]
     dtype = compute_dtype(values[0]) if values else output.dtype
     versions = tuple(x._version for x in values)
-    return Call(module, inputs, output, get_gradient_edge(output), dtype, is_cut, versions)
+    return Call(module, inputs, output, get_gradient_edge(output), dtype, versions)
 
 
 def require_loss(value: object) -> None:
@@ -374,7 +369,7 @@ def products_of_experts(
 
 def reason_against_call(call: Call, g: Tensor | None) -> str | None:
     """Returns why the products of a call cannot be inspected; None where they can."""
-    if call.is_cut or is_distributed(call.inputs[0]):
+    if is_distributed(call.inputs[0]):
         return "tensor parallelism cuts its weight"
     if call.dtype not in WEIGHT_DTYPES:
         return f"its products are in {call.dtype}; expected float32 or bfloat16"
