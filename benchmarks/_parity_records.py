@@ -50,6 +50,10 @@ def records_in(folders: list[Path]) -> list[Record]:
         for key in ("trial", "tokens"):
             if record[key] != records[0][key]:
                 sys.exit(f"{path}: expected the {key} of {paths[0]}, got {record[key]}")
+        same = next(other for other in records if other["seed"] == record["seed"])
+        shared = record["trial"].get("bf16_steps", 0)
+        if shared and record["loss"][:shared] != same["loss"][:shared]:
+            sys.exit(f"{path}: expected the first {shared} losses of {same['name']}, got others")
     return sorted(records, key=lambda record: (record["name"] != BF16, record["seed"]))
 
 

@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -48,6 +48,12 @@ class Trial:
     clip: float = 1.0
     eval_every: int = 750
     device: str = "cuda"
+    bf16_steps: int = 0  # first steps, which are bf16's in each run: those of one seed share them
+
+    @property
+    def said(self) -> dict[str, Any]:
+        """What a record says of its trial."""
+        return {k: value for k, value in asdict(self).items() if k != "bf16_steps" or value}
 
     @property
     def tokens_per_step(self) -> int:
@@ -64,8 +70,9 @@ class Trial:
 # By the name of --trial. Each has its folder of records.
 TRIALS = {
     "dense": Trial(),
+    "late": Trial(bf16_steps=1000),
     # 122M of 417M parameters active: 16 experts, 2 and a shared one a token.
-    "experts": Trial(model="1024,8,16,4,2752,896,16,2,1"),
+    "experts": Trial(model="1024,8,16,4,2752,896,16,2,1", bf16_steps=1000),
     "long": Trial(steps=12_000, eval_every=3000),  # reads the text four times
 }
 

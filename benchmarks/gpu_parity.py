@@ -6,7 +6,9 @@ FOLDER is what `parity_data.py` made. A run trains from the weights and in the o
 runs of one seed differ by the recipe alone.
 
 --trial dense     as above; every window of text is read at most once
-        experts   the same with 16 experts in place of each feed-forward but the first
+        late      the same, and the first third of the steps is bf16's in every run: those of
+                  one seed share it, so that they differ by less than runs of their own would
+        experts   late, with 16 experts in place of each feed-forward but the first
         long      dense, 12,000 steps: the text four times, each time in another order
 
     step     loss in bf16 autocast, fp32 parameters -> clip -> AdamW -> mf.step
@@ -39,7 +41,7 @@ import os
 import re
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +84,17 @@ class Plan:
             name += f"{THEN}{spec.then}" + (f" last={percent}%" if percent else "")
         return cls(replace(spec, name=first), name, wire, int(percent) or cls.percent)
 
-    def first_steps(self, steps: int) -> int:
-        """Returns after how many steps the last part begins."""
-        return min(round((100 - self.percent) * steps / 100), steps - 1)
+    def parts(self, trial: Trial) -> tuple[RunSpec, int, RunSpec] | None:
+        """Returns the first part, its last step, and the other part; None: there is one part."""
+        last = self.spec.parts[-1]
+        if trial.bf16_steps:
+            if self.spec.then:
+                sys.exit(f"--trial: expected entries without{THEN}after steps in bf16")
+            return RunSpec(BF16, BF16, last.seed), trial.bf16_steps, last
+        if not self.spec.then:
+            return None
+        end = min(round((100 - self.percent) * trial.steps / 100), trial.steps - 1)
+        return self.spec.parts[0], end, replace(last, name=self.spec.then)
 
     @property
     def recipe(self) -> str:
@@ -120,7 +130,7 @@ class Trainer:
         self.fingerprint = tokens.fingerprint
         # The run of first steps that runs share, and what it depends on.
         self.shared: Run | None = None
-        self.trunk: tuple[object, ...] = ()
+        self.shared_key: tuple[object, ...] = ()
 
     def said(self, plan: Plan) -> dict[str, Any]:
         """Returns what a record says of its run."""
@@ -131,7 +141,7 @@ class Trainer:
             "keep": spec.keep,
             **({"wire": plan.wire} if plan.wire else {}),
             "seed": spec.seed,
-            "trial": asdict(self.trial),
+            "trial": self.trial.said,
             "tokens": self.fingerprint,
             "torch": str(torch.__version__),
             **({"then": spec.then, "percent": plan.percent} if spec.then else {}),
@@ -158,24 +168,44 @@ class Trainer:
 
         One that has not is the run of the first steps, or of the last.
         """
-        spec, steps = plan.spec, self.trial.steps
-        if not spec.then:
-            run = self.new_run(spec, plan.wire, state)
+        steps, parts = self.trial.steps, plan.parts(self.trial)
+        if parts is None:
+            run = self.new_run(plan.spec, plan.wire, state)
             return run, run.train_to(steps, self.deadline)
-        first, last = spec.parts
-        begin = plan.first_steps(steps)
-        last = replace(last, name=spec.then)
-        if state and len(state["losses"]) > begin:
+        first, end, last = parts
+        if state and len(state["losses"]) > end:
             run = self.new_run(last, plan.wire, state)
             return run, run.train_to(steps, self.deadline)
-        key = (first.recipe, first.keep, first.seed, plan.recipe, plan.wire)
-        if state or self.shared is None or self.trunk != key or len(self.shared.losses) > begin:
-            self.trunk, self.shared = key, self.new_run(first, plan.wire, state)
-        if not self.shared.train_to(begin, self.deadline):
+        name = first.name if first.name.startswith(TORCHAO_PREFIX) else ""
+        wire = "" if self.trial.bf16_steps else plan.wire
+        key = (name, first.recipe, first.keep, first.seed, wire)
+        if state or self.shared is None or self.shared_key != key or len(self.shared.losses) > end:
+            self.shared_key = key
+            self.shared = self.new_run(first, wire, state or self.read_first(first))
+        if not self.shared.train_to(end, self.deadline):
             return self.shared, False
+        self.keep_first(first, self.shared)
         run = self.new_run(last, plan.wire, {})
         run.take_over(self.shared)
         return run, run.train_to(steps, self.deadline)
+
+    def first_path(self, first: RunSpec) -> Path:
+        return self.out / f"first_steps_seed_{first.seed}.pt"
+
+    def read_first(self, first: RunSpec) -> dict[str, Any]:
+        """Returns the first steps in bf16 that another command has left; empty: none."""
+        path = self.first_path(first)
+        if not (self.trial.bf16_steps and path.exists()):
+            return {}
+        state: dict[str, Any] = torch.load(path, map_location=self.trial.device, weights_only=True)
+        return state
+
+    def keep_first(self, first: RunSpec, run: Run) -> None:
+        """Leaves first steps in bf16 to other commands: they have no other bits a second time."""
+        path = self.first_path(first)
+        if self.trial.bf16_steps and not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(run.state(), path)
 
     def train(self, plan: Plan) -> bool:
         """Trains a run and writes its record, or at the deadline its state: then returns False."""

@@ -1,6 +1,5 @@
 """The records of the parity trial: a run is trained once, and a table has one trial."""
 
-import dataclasses
 import importlib
 import math
 from pathlib import Path
@@ -38,7 +37,7 @@ def test_records_in_the_repository_are_of_one_trial(parity):
         importlib.import_module("_parity_records"),
         parity.records_in([parity.RESULTS]),
     )
-    assert records[0]["trial"] == dataclasses.asdict(parity.TRIALS[parity.DENSE])
+    assert records[0]["trial"] == parity.TRIALS[parity.DENSE].said
     bf16 = tables.losses_of(records, "val")["bf16"]
     assert len(bf16) == 3
     for record in records:
@@ -165,17 +164,18 @@ def small(parity, tmp_path, monkeypatch):
     monkeypatch.setattr(parity, "load_tokens", lambda _: tokens)
     train_to = parity.Run.train_to
 
-    def train(steps, *entries, model="32,1,2,2,64", stops=()):
-        sizes = {"seq": 16, "batch": 4, "warmup": 1, "eval_every": 4}
+    def train(steps, *entries, model="32,1,2,2,64", stops=(), bf16_steps=0):
+        sizes = {"seq": 16, "batch": 4, "warmup": 1, "eval_every": 4, "bf16_steps": bf16_steps}
         trial = parity.Trial(model, steps=steps, device="cpu", **sizes)
         plans = [parity.Plan.parse(entry, 9) for entry in entries]
-        out = tmp_path / str(len(stops))
+        out = tmp_path / f"{len(stops)}, {bf16_steps}"
         for stop in (*stops, math.inf):
             monkeypatch.setattr(
                 parity.Run, "train_to", lambda *run_to, at=stop: stopped(train_to, at, *run_to)
             )
             parity.train_runs(plans, trial, tmp_path, [out], limit=math.inf)
-            assert bool([*out.glob("*.pt")]) == (stop != math.inf)
+            states = [path for path in out.glob("*.pt") if "first_steps" not in path.name]
+            assert bool(states) == (stop != math.inf)
         return {record["name"]: record for record in parity.records_in([out])}
 
     return train
@@ -219,6 +219,35 @@ def test_a_run_goes_on_from_its_state_to_the_same_bits(small, entry, stops):
     assert {k: v for k, v in whole.items() if k not in timed} == {
         k: v for k, v in parts.items() if k not in timed
     }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [[], [5, 14], [17]])
+def test_first_steps_in_bf16_are_those_of_all_recipes(small, stops):
+    """A command that goes on reads them, and the run in bf16 is the one without a change."""
+    entries = "fp8_tensorwise", "bf16", "nvfp4 keep=nothing", "bf16 wire=bf16"
+    found = small(20, *entries, stops=stops, bf16_steps=8)
+    whole = small(20, "bf16")["bf16"]
+    assert found["bf16"]["loss"] == whole["loss"]
+    assert found["bf16"]["val"] == whole["val"]
+    for name in set(found) - {"bf16"}:
+        assert found[name]["loss"][:8] == whole["loss"][:8]
+        assert found[name]["loss"][8:] != whole["loss"][8:]
+    assert found["fp8_tensorwise"]["recipe"] == "fp8_tensorwise"
+    assert list(found["bf16"]["evaluations"]) == ["4", "8", "12", "16", "20"]
+
+
+def test_first_steps_are_compared(parity, tmp_path):
+    trial = {"steps": 3, "bf16_steps": 2}
+    for name, losses in (("bf16", [3.0, 2.0, 1.0]), ("mxfp8", [3.0, 2.0, 0.0])):
+        record = {"name": name, "seed": 1, "trial": trial, "tokens": "a", "loss": losses}
+        parity.write_record(tmp_path / f"{name}_seed_1.jsonl.xz", record)
+    assert len(parity.records_in([tmp_path])) == 2
+    parity.write_record(tmp_path / "nvfp4_seed_1.jsonl.xz", record | {"loss": [3.0, 1.0, 0.0]})
+    with pytest.raises(SystemExit, match="expected the first 2 losses of bf16, got others"):
+        parity.records_in([tmp_path])
+    with pytest.raises(SystemExit, match="expected entries without"):
+        parity.Plan.parse("nvfp4 then=bf16", 1).parts(parity.Trial(bf16_steps=2))
 
 
 def test_a_text_that_is_too_short_is_read_again_in_another_order(parity):
