@@ -25,9 +25,22 @@ def convert_by_torchao(
 ) -> nn.Module:
     """Converts the linear layers of a model to torchao's FP8.
 
-    Its recipes: tensorwise, rowwise, rowwise_with_gw_hp. options: fields of its Float8LinearConfig
-    that replace the recipe's.
+    Its recipes: tensorwise, rowwise, rowwise_with_gw_hp; and blockwise, its prototype of blocks of
+    128 with scales that are no powers of two. options: fields of its Float8LinearConfig that
+    replace the recipe's.
     """
+    if recipe == "blockwise":
+        from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinearConfig
+        from torchao.quantization import quantize_
+
+        quantize_(
+            model,
+            Float8BlockwiseLinearConfig(),
+            filter_fn=lambda module, name: (
+                isinstance(module, nn.Linear) and is_converted(module, name)
+            ),
+        )
+        return model
     from dataclasses import replace
 
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

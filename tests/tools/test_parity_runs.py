@@ -196,6 +196,18 @@ def test_a_small_run_leaves_its_record(parity, small, monkeypatch, entry):
     assert converted == [entry.removeprefix("torchao_")] * entry.startswith("torchao_")
 
 
+def test_torchaos_blocks_are_those_of_all_layers_but_the_head(parity, monkeypatch):
+    """Its layers, which need a Hopper GPU, are made and not called."""
+    blocks = importlib.import_module("torchao.prototype.blockwise_fp8_training.linear")
+    monkeypatch.setattr(blocks, "is_sm_at_least_90", lambda: True)
+    model = run_module().LossLlama(ModelConfig.parse("128,2,2,2,256", 300), 16)
+    weights = [*model.parameters()]
+    run_module().convert_by_torchao(model, "blockwise", model.is_quantized)
+    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
+    assert [type(m) for m in linears] == [blocks.Float8BlockwiseLinear] * 14 + [torch.nn.Linear]
+    assert all(a is b for a, b in zip(weights, model.parameters(), strict=True))
+
+
 @pytest.mark.slow
 def test_another_recipe_takes_over_for_the_last_steps(small):
     """Under the same recipe it is the run without a change; the first steps are those of both."""
