@@ -28,7 +28,7 @@ from .graphed_modes import GraphedModes
 from .graphed_optimizers import GraphedOptimizers
 from .moe.layer import divided_experts
 from .nn.names import unwrapped
-from .nn.state.guarded_steps import guard_of
+from .nn.state.guarded_steps import guards_of
 from .nn.state.recipe_state import converted, histories_of
 from .private_torch import TreeSpec, tree_flatten, tree_map, tree_unflatten
 
@@ -124,8 +124,8 @@ class GraphedStep:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._is_graphed:
             return _copied(self._run(*self._received(args, kwargs)))
-        guard = guard_of(unwrapped(self._model))
-        if guard is not None:
+        guards = guards_of(unwrapped(self._model))
+        for guard in guards:
             guard.report()  # with the last step's batch, which this one's arguments overwrite
         if self._left > 0:
             received = self._received(args, kwargs)
@@ -142,12 +142,12 @@ class GraphedStep:
             with _agreed("captured"):
                 graph = self._capture(*received)
             self._graph = graph  # where no rank has failed
-            self._guard = guard
+            self._guards = guards
         else:
             self._members.require()
             self._modes.require()
             self._optimizers.require_settings()
-            if guard is not self._guard:
+            if guards != self._guards:
                 raise ValueError(
                     "GraphedStep: expected the guard that the model had at the capture, or none, "
                     "got another; make a new GraphedStep after a StepGuard is made or removed"
@@ -271,8 +271,8 @@ class GraphedStep:
     def _replay(self) -> None:
         """Replays the graph, in which no guard sends its flags."""
         cast(torch.cuda.CUDAGraph, self._graph).replay()
-        if self._guard is not None:
-            self._guard.send()
+        for guard in self._guards:
+            guard.send()
 
     def _require_steps_ended(self) -> None:
         """Raises ValueError where amaxes of a step wait for mf.step."""

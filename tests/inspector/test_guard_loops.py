@@ -2,13 +2,14 @@
 
 import copy
 import math
+import warnings
 import weakref
 
 import minifloat as mf
 import pytest
 import torch
 from minifloat.inspector import StepGuard
-from minifloat.nn.state.guarded_steps import guard_of
+from minifloat.nn.state.guarded_steps import guards_of
 from torch import nn
 
 from tests.support.guard_warnings import said_by
@@ -113,15 +114,21 @@ def test_an_optimizer_that_is_listed_twice():
     assert len(said_by(guard.check)) == guard.steps == 1
 
 
-def test_a_guard_that_is_removed_twice():
-    """It leaves the one that came after it alone."""
+def test_a_new_guard_ends_the_one_before():
+    """As where a run is interrupted and its model trained again; it reports what is left."""
     model = nn.Linear(4, 4)
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), fused=True)
     first = StepGuard(model, optimizer, on_nonfinite="skip")
+    (model(torch.ones(2, 4)).sum() * math.inf).backward()
+    first.check()
+    outer, made = nn.Sequential(model), []
+    assert len(said_by(lambda: made.append(StepGuard(outer, optimizer, on_nonfinite="skip")))) == 1
     first.remove()
-    second = StepGuard(model, optimizer, on_nonfinite="skip")
-    first.remove()
-    assert guard_of(model) is second
+    assert guards_of(model) == made
+    assert len(optimizer._optimizer_step_post_hooks) == 1
+    assert not hasattr(optimizer, "found_inf")
+    with pytest.raises(ValueError, match="expected a guard in use, got one that has ended"):
+        first.check()
 
 
 def test_mf_step_of_a_module_around_the_guarded_one():
@@ -139,8 +146,134 @@ def test_mf_step_of_a_module_around_the_guarded_one():
     found = mf.training_state(outer)
     histories = [name for name in found if name.endswith("amax_history")]
     require_all_same({n: found[n] for n in histories}, {n: before[n] for n in histories})
-    with pytest.raises(ValueError, match="expected a model without a guard"):
-        StepGuard(outer, optimizer, on_nonfinite="skip")
+
+
+class Pair:
+    """Two models with a history, one optimizer each, and what trains both."""
+
+    def __init__(self, fused):
+        self.models = nn.ModuleList([built("fp8_delayed", seed) for seed in (1, 2)])
+        self.optimizers = [
+            torch.optim.AdamW(m.parameters(), lr=1e-2, fused=fused) for m in self.models
+        ]
+
+    def backward(self, i, step, is_bad=False):
+        x = batch(step)
+        if is_bad:
+            x[0, 0] = math.inf
+        self.models[i](x).square().mean().backward()
+
+    def step(self, i):
+        self.optimizers[i].step()
+        self.optimizers[i].zero_grad()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("bad", [0, 1])
+@pytest.mark.parametrize("guards", ["one", "two"])
+def test_checks_of_one_step_are_one(fused, bad, guards):
+    """mf.step rolls no history where any check since the last one has left a step out."""
+    pair = Pair(fused)
+    if guards == "one":
+        checks = [StepGuard(pair.models, pair.optimizers, on_nonfinite="skip").check] * 2
+    else:
+        pairs = zip(pair.models, pair.optimizers)
+        checks = [StepGuard(m, o, on_nonfinite="skip").check for m, o in pairs]
+    for step in range(3):
+        before = copy.deepcopy(mf.training_state(pair.models))
+        for i in range(2):
+            pair.backward(i, step, is_bad=step == 1 and i == bad)
+            said_by(checks[i])
+            pair.step(i)
+        said_by(lambda: mf.step(pair.models))
+        state = mf.training_state(pair.models)
+        for name, history in state.items():
+            if name.endswith("amax_history"):
+                assert history.isfinite().all()
+                kept = torch.equal(history[:, 0], before[name][:, 0])
+                assert kept == (step == 1), (name, step)
+    said_by(lambda: [guard.remove() for guard in guards_of(pair.models)])
+    assert all(p.isfinite().all() for p in pair.models.parameters())
+
+
+def test_a_step_after_the_one_that_was_left_out_is_whole():
+    model = built("fp8_delayed")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    guard = StepGuard(model, optimizer, on_nonfinite="skip")
+    for is_checked in (True, False):
+        before = copy.deepcopy(mf.training_state(model))
+        (model(batch(0)).sum() * (math.inf if is_checked else 1)).backward()
+        if is_checked:
+            said_by(guard.check)
+        optimizer.step()
+        optimizer.zero_grad()
+        mf.step(model)
+        name = "head.amax_history"
+        assert torch.equal(mf.training_state(model)[name], before[name]) == is_checked
+
+
+@pytest.mark.parametrize("change", ["load_state_dict", "add_param_group"])
+def test_an_optimizer_that_is_no_longer_fused(change):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=1.0, momentum=0.9, fused=True)
+    guard = StepGuard(model, optimizer, on_nonfinite="skip")
+    if change == "load_state_dict":
+        plain = torch.optim.SGD(model[0].parameters(), lr=1.0, momentum=0.9)
+        optimizer.load_state_dict(plain.state_dict())
+    else:
+        more = {"params": [*model[1].parameters()], "dampening": 0.5}
+        optimizer.add_param_group(more)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(ValueError, match="expected optimizers that are fused, as when the guard"):
+        guard.check()
+    StepGuard(model, optimizer, on_nonfinite="skip").check()
+    optimizer.step()
+
+
+def test_a_warning_that_is_an_error_comes_after_the_gradients_are_dropped():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = copy.deepcopy(model.state_dict())
+    guard = StepGuard(model, optimizer, on_nonfinite="skip")
+    (model(torch.ones(2, 4)).sum() * math.inf).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="2 of 2 gradients"):
+            guard.check()
+    optimizer.step()
+    require_all_same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_another_default_dtype(dtype):
+    """The flag is float32, as fused optimizers take it."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    torch.set_default_dtype(dtype)
+    try:
+        guard = StepGuard(model, optimizer, on_nonfinite="skip")
+        model(torch.ones(2, 4, dtype=torch.float32)).sum().backward()
+        guard.check()
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_a_gradient_that_is_conjugated():
+    model = nn.ParameterList([nn.Parameter(torch.zeros(3, dtype=torch.complex64))])
+    guard = StepGuard(model, torch.optim.SGD(model), on_nonfinite="raise")
+    model[0].grad = torch.full((3,), complex(1, math.nan), dtype=torch.complex64).conj()
+    with pytest.raises(FloatingPointError, match="1 of 1 gradients"):
+        guard.check()
+
+
+def test_a_frozen_weight_is_named():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False).weight[0, 0] = math.nan
+    guard = StepGuard(model, torch.optim.SGD(model[1].parameters()), on_nonfinite="raise")
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(FloatingPointError, match=r"W is not finite: 0\.weight"):
+        guard.check()
 
 
 @pytest.mark.parametrize("fused", [False, True])

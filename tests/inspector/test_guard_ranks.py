@@ -10,6 +10,7 @@ import torch.distributed as dist
 from minifloat.inspector import StepGuard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.support.same_bits import require_all_same
@@ -280,3 +281,103 @@ def leave(rank):
 def test_a_rank_without_a_report_is_named():
     words = last_words(2, leave, seconds=4)
     assert "expected all 2 ranks to report step 1, but ranks [1] have not arrived" in words[0]
+
+
+def check_empty_shard(rank):
+    """A rank without a row of a weight takes no step of it either."""
+    model = sharded(nn.Sequential(nn.Linear(8, 1)), by_block=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    guard = StepGuard(model, optimizer, on_nonfinite="skip")
+    (model(torch.ones(2, 8)).sum() * math.inf).backward()
+    assert (model[0].weight.grad.to_local().numel() == 0) == (rank == 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        guard.check()
+    optimizer.step()
+    assert not optimizer.state
+
+
+def test_a_shard_that_is_empty():
+    run_world(2, check_empty_shard)
+
+
+def check_partial(rank, name):
+    """Each rank's part is finite, and their sum is not."""
+    mesh = init_device_mesh("cpu", (2,))
+    weight = nn.Parameter(distribute_tensor(torch.zeros(4), mesh, [Replicate()]))
+    model = nn.ParameterList([weight])
+    weight.grad = DTensor.from_local(torch.full((4,), 3e38), mesh, [Partial()])
+    guard = StepGuard(model, OPTIMIZERS[name](model), on_nonfinite="raise")
+
+    def step():
+        guard.check()
+        guard.remove()
+
+    with pytest.raises(FloatingPointError, match="1 of 1 gradients"):
+        step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_parts_of_a_sum(name):
+    run_world(2, check_partial, name)
+
+
+def check_two_places(rank):
+    """Each rank's shard of another weight is wrong: none is the only one."""
+    model = sharded(built("mxfp8"))
+    guard = StepGuard(model, OPTIMIZERS["adamw"](model.parameters()), on_nonfinite="raise")
+    loss_of(model, batch(0)).backward()
+    model.blocks[rank].down.weight.grad.to_local()[0, 0] = math.nan
+    with pytest.raises(FloatingPointError) as raised:
+        guard.check()
+    text = "1 of 12 gradients are not finite, the last in the model, where backward begins, that of"
+    first, second = (f"{text} blocks.{i}.down.weight on ranks [{i}]" for i in range(2))
+    assert str(raised.value) == f"step 1: {first}; {second}. The step was left out"
+
+
+def test_ranks_with_other_wrong_gradients():
+    run_world(2, check_two_places)
+
+
+def check_error_of_one(rank):
+    """Of a repetition, in which the other rank waits: what gradients say is not lost."""
+    model = sharded(built("mxfp8"))
+
+    def loss(model, x):
+        if rank == 1:
+            raise MemoryError("of this rank")
+        raise ValueError("of the rank that waits")
+
+    optimizer = OPTIMIZERS["adamw"](model.parameters())
+    guard = StepGuard(model, optimizer, on_nonfinite="raise", loss=loss)
+    x = batch(0)
+    x[2, 3] = math.inf
+    loss_of(model, x).backward()
+    with pytest.raises(FloatingPointError) as raised:
+        guard.check(x)
+    assert "12 of 12 gradients" in str(raised.value)
+    assert "Repeating the batch raised ValueError: of the rank that waits" in str(raised.value)
+
+
+def test_an_error_of_one_rank_while_batches_are_repeated():
+    run_world(2, check_error_of_one)
+
+
+def check_change(rank, on_nonfinite):
+    """One rank's optimizer is no longer fused: all raise, before anything is applied."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    before = model.weight.detach().clone()
+    guard = StepGuard(model, optimizer, on_nonfinite=on_nonfinite)
+    optimizer.param_groups[0]["fused"] = rank == 0
+    model(torch.ones(2, 4)).sum().backward()
+    guard.check()
+    optimizer.step()
+    assert torch.equal(model.weight, before)
+    with pytest.raises(ValueError, match=r"expected optimizers that are fused.* on ranks \[1\]$"):
+        guard.remove()
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_an_optimizer_of_one_rank_that_is_no_longer_fused(on_nonfinite):
+    run_world(2, check_change, on_nonfinite)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.support.sharded_models import WIDTH, Model, batch
@@ -20,7 +21,7 @@ class Mixed(nn.Module):
         torch.manual_seed(0)
         self.dense = Model()
         self.layer = nn.Linear(16, WIDTH)
-        self.moe = mf.MoE(WIDTH, 32, experts=4, top_k=2)
+        self.moe = mf.MoE(WIDTH, 32, experts=4, top_k=2, bias=True)
 
     def forward(self, x):
         return self.moe(self.layer(self.dense(x)))
@@ -67,5 +68,18 @@ def check_cut(rank):
     assert found.skipped == (("0", "tensor parallelism cuts its weight"),)
 
 
-def test_layers_that_tensor_parallelism_cuts():
-    run_world(2, check_cut)
+def check_cut_experts(rank):
+    model = mf.MoE(WIDTH, 32, experts=4, top_k=2, bias=True)
+    mesh = init_device_mesh("cpu", (2,))
+    for name, parameter in [*model.experts.named_parameters(recurse=False)]:
+        cut = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()]))
+        setattr(model.experts, name, cut)
+    found = mf.inspect(model, batch(0), ["mxfp8"], loss=loss_of)
+    assert {why for name, why in found.skipped if name.startswith("experts")} == {
+        "tensor parallelism cuts its weight"
+    }
+
+
+@pytest.mark.parametrize("check", [check_cut, check_cut_experts])
+def test_what_tensor_parallelism_cuts(check):
+    run_world(2, check)

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from ..checks import require_module, require_one_of
 from ..distributed.handshake import has_others, meet, raise_different, raise_on_all
 from ..nn.names import unwrapped
-from ..nn.state.guarded_steps import guard_of, guards
+from ..nn.state.guarded_steps import guards, guards_of
 from ..nn.state.model_state import drop_counts
 from .guard_report import described, find
 from .guarded_optimizers import (
@@ -59,7 +59,8 @@ class Sent(NamedTuple):
 class StepGuard:
     """Stops, or skips, a step with a gradient that is Inf or NaN, before it is applied.
 
-    Call `check` once a step, until `remove`, or the end of a `with` block. Of a step that is left
+    Call `check` once a step, until `remove`, or the end of a `with` block; a model's new guard ends
+    the one before. Of a step that is left
     out, parameters, the optimizer's state, amax histories and balance biases stay as they were.
     Random counters have moved on, and a scheduler counts the step.
 
@@ -79,8 +80,9 @@ class StepGuard:
     Raises:
         TypeError: `model` is no module, `optimizer` no optimizer, or `loss` no function. Where
             there are other ranks it is a ValueError.
-        ValueError: `on_nonfinite` is another, the model has a guard already, or ranks differ in
-            these arguments, or one is missing. Every rank raises it.
+        ValueError: `on_nonfinite` is another, or ranks differ in these arguments, or one is
+            missing. Every rank raises it.
+        FloatingPointError: by the guard before, of a step that it has not reported yet.
 
     Example:
         >>> layer = mf.Linear(64, 32, recipe="mxfp8")
@@ -111,13 +113,10 @@ class StepGuard:
             require_one_of("StepGuard: on_nonfinite", on_nonfinite, (RAISE, SKIP))
             if not (loss is None or callable(loss)):
                 raise TypeError(f"StepGuard: loss: expected a function or None, got {loss!r}")
-            if guard_of(self._model) is not None:
-                raise ValueError(
-                    "StepGuard: expected a model without a guard, got one that has one; call "
-                    "remove() of that one, or pass it all optimizers in a list"
-                )
         except (TypeError, ValueError) as error:
             raise_on_all(error, group)
+        for former in guards_of(self._model):
+            former.remove()
         self._raises, self._loss = on_nonfinite == RAISE, loss
         self._waits = agree(
             f"on_nonfinite={on_nonfinite!r}, {'a' if loss else 'no'} loss",
@@ -128,12 +127,13 @@ class StepGuard:
         self.left_out: Tensor | None = None  # what mf.step reads
         device = next((p.device for o in self._optimizers for p in parameters_of(o)), None)
         self._device = device or torch.device("cpu")
-        self._flags = torch.zeros(1, device=self._device)  # of all gradients, then one of each
+        self._flags = torch.zeros(1, dtype=torch.float32, device=self._device)  # of all, of each
         self._flag = self._flags[0]
-        self._host = torch.zeros(1)
+        self._host = torch.zeros(1, dtype=torch.float32, device="cpu")
         self._event = torch.cuda.Event() if self._device.type == "cuda" else None
         self._read: list[Tensor] = []  # parameters whose gradients have flags
         self._batches: tuple[Any, ...] = ()
+        self._fault: str | None = None  # of this rank's call, which the report raises on all ranks
         self._sent: Sent | None = None
         # Neither is traced where a step is compiled.
         self._check, back = map(torch.compiler.disable, (self._check_eagerly, self._take_back))
@@ -156,9 +156,13 @@ class StepGuard:
         Raises:
             FloatingPointError: under "raise", a gradient is not finite: of this step with an
                 optimizer that waits, of the one before with the others.
-            ValueError: there are batches, and no loss; it comes as that error would. An optimizer
-                waits while a CUDA graph is captured.
+            ValueError: there are batches and no loss, an optimizer no longer reads the flag, as
+                after load_state_dict of one that is not fused, or the guard has ended. Of several
+                ranks all raise the first two, when they would raise that error. An optimizer waits
+                while a CUDA graph is captured.
         """
+        if not self._handles:
+            raise ValueError("StepGuard: expected a guard in use, got one that has ended")
         self._check(batches)
 
     def _check_eagerly(self, batches: tuple[Any, ...]) -> None:
@@ -171,18 +175,45 @@ class StepGuard:
             )
         if not is_captured:
             self.report()
-        self._batches = batches
+        self._batches, self._fault = batches, self._fault_of(batches)
+        if self._fault is not None and self._ranks is None:
+            raise ValueError(self._fault)
+        before = None if self.left_out is None else self.left_out.clone()
         self._read_gradients()
-        self.left_out = self._flag
+        self.left_out = self._flag if before is None else torch.maximum(before, self._flag)
         if not is_captured:
             self.send()
             self._batches = ()
-        if not self._waits:
+        if self._fault is not None:
+            self._drop_gradients()
+        elif self._waits:
+            if not self._raises and self._is_left_out():
+                self._drop_gradients()  # before the report, whose warning may be an error
+        else:
             for optimizer in self._optimizers:
                 make_momentum(optimizer)
                 optimizer.found_inf = self._flag  # type: ignore[attr-defined]
-        elif self.report():
-            for parameter in self._read:
+        if self._waits:
+            self.report()
+
+    def _fault_of(self, batches: tuple[Any, ...]) -> str | None:
+        """Returns why this rank cannot guard a step; None: it can."""
+        if batches and self._loss is None:
+            return (
+                "StepGuard: expected a loss to repeat a batch with, got None; pass loss= to the "
+                "guard, or call check() without a batch"
+            )
+        if not (self._waits or all(map(reads_flag, self._optimizers))):
+            return (
+                "StepGuard: expected optimizers that are fused, as when the guard was made, got "
+                f"{', '.join(type(o).__name__ for o in self._optimizers)}, of which one is not; "
+                "make a new guard after load_state_dict or add_param_group"
+            )
+        return None
+
+    def _drop_gradients(self) -> None:
+        for optimizer in self._optimizers:
+            for parameter in parameters_of(optimizer):
                 parameter.grad = None
 
     def remove(self) -> None:
@@ -205,6 +236,7 @@ class StepGuard:
         for optimizer, handle in zip(self._optimizers, self._handles):
             self._take_back(optimizer)
             handle.remove()
+        self._handles = []
         for module in self._model.modules():
             if guards.get(module) == weakref.ref(self):  # else it was removed before
                 del guards[module]
@@ -222,15 +254,15 @@ class StepGuard:
             self._read += parameters
             found.append(flags_of(gradients).to(self._device, non_blocking=True))
         if self._flags.numel() != 1 + len(self._read):
-            self._flags = torch.zeros(1 + len(self._read), device=self._device)
+            self._flags = self._flags.new_zeros(1 + len(self._read))
             self._flag = self._flags[0]
         if found:
             torch.cat(found, out=self._flags[1:])
             torch.amax(self._flags[1:], 0, out=self._flag)
         else:
             self._flags.zero_()
-        if self._batches and self._loss is None:
-            self._flag.fill_(1)  # its report raises the error, on all ranks
+        if self._fault is not None:
+            self._flag.fill_(1)
         if self._ranks is not None:
             dist.all_reduce(self._flags[:1], op=dist.ReduceOp.MAX, group=self._ranks)
 
@@ -241,7 +273,7 @@ class StepGuard:
         self.steps += 1
         if self._host.numel() != self._flags.numel():
             is_cuda = self._event is not None
-            self._host = torch.zeros(self._flags.numel(), pin_memory=is_cuda)
+            self._host = torch.zeros_like(self._flags, device="cpu", pin_memory=is_cuda)
         self._host.copy_(self._flags, non_blocking=True)
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
@@ -255,23 +287,28 @@ class StepGuard:
 
         Raises:
             FloatingPointError: it was, under "raise".
-            ValueError: a rank has passed batches, and the guard has no loss.
+            ValueError: a rank could not guard the step, on every rank.
         """
         sent, self._sent = self._sent, None
-        if sent is None:
+        if sent is None or not self._is_left_out():
             return False
-        if self._event is not None:
-            self._event.synchronize()  # of the flags alone, which are a step old or waited for
-        if self._host[0] == 0:
-            return False
-        found = find(self._model, *sent, self._host[1:].tolist(), self._loss, self._ranks)
+        found = find(
+            self._model, *sent, self._host[1:].tolist(), self._fault, self._loss, self._ranks
+        )
         text = described(sent.step, found)
         if self._raises:
             drop_counts(self._model)
+            self.left_out = None  # no mf.step ends it
             raise FloatingPointError(f"{text}. The step was left out")
         if self._ranks is None or dist.get_rank(self._ranks) == 0:
-            warnings.warn(f"minifloat: {text}. The step is skipped", stacklevel=3)
+            warnings.warn(f"minifloat: {text}. The step is skipped", stacklevel=2)
         return True
+
+    def _is_left_out(self) -> bool:
+        """Reads the flag that was sent last, which is a step old or waited for."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._host[0] != 0)
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

@@ -30,6 +30,8 @@ OF_ONE = (
     "layer lies before"
 )
 OF_SOME = "none behind it is wrong: look at g of dgrad and wgrad there and just behind"
+LAST = "the last in the model, where backward begins"
+FINITE = ". Repeated, the batch has finite values alone: random casts and dropout draw anew"
 NOT_FOUND = 2**31  # of a repetition that found nothing: after every place
 
 
@@ -45,6 +47,7 @@ class Found(NamedTuple):
         gradients: of this rank.
         weight: the first parameter with a value that is not finite; "": none has.
         batches: micro-batches of this rank.
+        fault: why this rank could not guard the step; None: it could.
         repeated: what repeating them found: (place, sentence), or (NOT_FOUND, an error or "");
             None: they were not repeated.
     """
@@ -55,6 +58,7 @@ class Found(NamedTuple):
     gradients: int
     weight: str
     batches: int
+    fault: str | None
     repeated: tuple[int, str] | None = None
 
 
@@ -64,6 +68,7 @@ def find(
     parameters: Sequence[Tensor],
     batches: Sequence[Any],
     is_wrong: Sequence[bool],
+    fault: str | None,
     loss: Loss | None,
     ranks: dist.ProcessGroup | None,
 ) -> list[Found]:
@@ -75,42 +80,49 @@ def find(
         parameters: those with a gradient, of the optimizers.
         batches: the micro-batches of that step, which are repeated; none: nothing is.
         is_wrong: whether the gradient of each parameter is not finite.
+        fault: why this rank could not guard the step; None: it could.
         loss: (model, batch) -> a tensor of one element.
         ranks: those that look together; None: this one is alone.
 
     Raises:
-        ValueError: a rank has batches without a loss, or is missing; on every rank.
+        ValueError: a rank has a fault, or is missing; on every rank.
     """
-    known = {
-        id(parameter): join(fqn, name)
+    named = [
+        (join(fqn, name), parameter)
         for fqn, module in named_modules(model)
         for name, parameter in module.named_parameters(recurse=False)
-    }
-    places = {name: place for place, name in enumerate(known.values())}
-    own = [f"parameter {i} of the optimizer {tuple(p.shape)}" for i, p in enumerate(parameters)]
-    names = [known.get(id(p), name) for p, name in zip(parameters, own)]
-    wrong = [(places.get(names[i], i), names[i]) for i, is_one in enumerate(is_wrong) if is_one]
-    bad = first_of([*zip(names, parameters)])
+    ]
+    known = {id(parameter): (place, name) for place, (name, parameter) in enumerate(named)}
+    places = [
+        known.get(id(p), (i, f"parameter {i} of the optimizer {tuple(p.shape)}"))
+        for i, p in enumerate(parameters)
+    ]
+    wrong = [place for place, is_one in zip(places, is_wrong) if is_one]
+    masters = [(name, p) for (_, name), p in zip(places, parameters) if id(p) not in known]
+    bad = first_of([*named, *masters])
     found = Found(
         *max(wrong, default=(-1, "")),
         len(wrong),
         len(parameters),
         "" if bad is None else bad.where,
         len(batches),
+        fault,
     )
     of_ranks = [Found(*each) for each in exchanged(step, "gradients", found, ranks)]
+    faults = dict.fromkeys(each.fault for each in of_ranks if each.fault is not None)
+    if faults:
+        listed = (f"{text}{_on([f.fault == text for f in of_ranks])}" for text in faults)
+        raise ValueError("; ".join(listed))
     counts = [each.batches for each in of_ranks]
-    if loss is None and any(counts):
-        raise ValueError(
-            "StepGuard: expected a loss to repeat a batch with, got None; pass loss= to the "
-            f"guard, or call check() without a batch{_on(counts)}"
-        )
     if not any(counts):
         return of_ranks
     if loss is None or len(set(counts)) > 1:  # ranks would wait for each other in a gather
         error = f"ValueError: expected as many batches on all ranks, got {counts}"
         return [each._replace(repeated=(NOT_FOUND, error)) for each in of_ranks]
-    repeated = exchanged(step, "repeated batches", repeat(model, batches, loss), ranks)
+    try:
+        repeated = exchanged(step, "repeated batches", repeat(model, batches, loss), ranks)
+    except ValueError as error:  # a rank's own waits for others: what gradients say is not lost
+        repeated = [(NOT_FOUND, f"ValueError: {error}")] * len(of_ranks)
     return [each._replace(repeated=tuple(r)) for each, r in zip(of_ranks, repeated)]
 
 
@@ -149,36 +161,42 @@ def exchanged(step: int, what: str, found: Any, ranks: dist.ProcessGroup | None)
 
 def described(step: int, of_ranks: Sequence[Found]) -> str:
     """Returns the sentences on a step, from what all ranks have found."""
-    last = max(of_ranks, key=lambda found: found.place)
-    first = f"that of {last.name}{_on([f.name == last.name for f in of_ranks])}"
-    if any(f.name and f.name != last.name for f in of_ranks):
-        others = sorted({f.name for f in of_ranks if f.name} - {last.name})
-        first += f" (elsewhere that of {', '.join(others)})"
-    text = (
-        f"step {step}: {last.wrong} of {last.gradients} gradients are not finite, the last in the "
-        f"model, where backward begins, {first}"
-    )
-    return f"{text}; {_operand(of_ranks, last)}"
+    kinds = dict.fromkeys((f.wrong, f.gradients, f.name) for f in of_ranks if f.wrong)
+    texts = []
+    for kind in kinds:
+        on = _on([(f.wrong, f.gradients, f.name) == kind for f in of_ranks])
+        texts.append(
+            f"{kind[0]} of {kind[1]} gradients are not finite, {LAST}, that of {kind[2]}{on}"
+        )
+    operand = _of_repeated(of_ranks) or _of_weights(of_ranks) or _of_gradients([*kinds])
+    errors = [f.repeated[1] for f in of_ranks if f.repeated is not None]
+    if errors and _of_repeated(of_ranks) == "":
+        error = next(filter(None, errors), "")
+        operand += f". Repeating the batch raised {error}" if error else FINITE
+    return f"step {step}: {'; '.join(texts)}{f'; {operand}' if operand else ''}"
 
 
-def _operand(of_ranks: Sequence[Found], last: Found) -> str:
+def _of_repeated(of_ranks: Sequence[Found]) -> str:
     repeated = [f.repeated for f in of_ranks if f.repeated is not None]
     place, sentence = min(repeated, default=(NOT_FOUND, ""))
-    if place != NOT_FOUND:
-        on = _on([each[1] == sentence for each in repeated])
-        return f"repeated, the batch has the first such value in {sentence}{on}"
+    if place == NOT_FOUND:
+        return ""
+    on = _on([each[1] == sentence for each in repeated])
+    return f"repeated, the batch has the first such value in {sentence}{on}"
+
+
+def _of_weights(of_ranks: Sequence[Found]) -> str:
     weight = next((f.weight for f in of_ranks if f.weight), "")
-    if weight:
-        return f"W is not finite: {weight}{_on([f.weight == weight for f in of_ranks])}"
-    text = OF_ALL if last.wrong == last.gradients else OF_SOME
-    if last.wrong == 1:
-        text = OF_ONE
-    errors = [sentence for _, sentence in repeated if sentence]
-    if errors:
-        text += f". Repeating the batch raised {errors[0]}"
-    elif repeated:
-        text += ". Repeated, the batch has finite values alone: random casts and dropout draw anew"
-    return text
+    return weight and f"W is not finite: {weight}{_on([f.weight == weight for f in of_ranks])}"
+
+
+def _of_gradients(kinds: Sequence[tuple[int, int, str]]) -> str:
+    """Returns which operand the gradients point to, which says nothing where ranks' differ."""
+    if all(wrong == gradients for wrong, gradients, _ in kinds):
+        return OF_ALL
+    if len(kinds) > 1:
+        return ""
+    return OF_ONE if kinds[0][0] == 1 else OF_SOME
 
 
 def _on(holds: Sequence[object]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,9 @@ from torch.optim import Optimizer
 from ..nn.registry import is_distributed
 from ..private_torch import norms_of
 from ..tensor.quantized_tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 EXPECTED = "StepGuard: optimizer: expected a torch.optim.Optimizer, or a list of those"
 
@@ -42,12 +46,13 @@ def parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 def reads_flag(optimizer: Optimizer) -> bool:
     """Tells whether an optimizer leaves a step out where its attribute found_inf is 1.
 
-    So do Adam, AdamW and SGD of torch with fused=True: the contract of torch.amp.GradScaler. They
-    take it in all groups or in none. The first SGD step with dampening leaves momentum that was
-    never written, and codes would be rounded again.
+    So do Adam, AdamW and SGD of torch with fused=True: the contract of torch.amp.GradScaler. A
+    class with a step of its own may read weights before it. The first SGD step with dampening
+    leaves momentum that was never written, and codes would be rounded again.
     """
     return bool(
         getattr(optimizer, "_step_supports_amp_scaling", False)
+        and type(optimizer).step.__module__.startswith("torch.optim.")
         and all(
             group.get("fused") and not (group.get("momentum") and group.get("dampening"))
             for group in optimizer.param_groups
@@ -90,14 +95,24 @@ def local_gradients(
             if gradient.is_sparse:
                 gradient = gradient.coalesce().values()  # sums of a row's values may overflow
             elif is_distributed(gradient):
-                gradient = gradient.to_local()
+                gradient = summed(gradient).to_local()
             if gradient.is_complex():
-                gradient = torch.view_as_real(gradient)
+                gradient = torch.view_as_real(gradient.resolve_conj())
             if gradient.numel() > 0:
                 lists = found.setdefault((gradient.device, gradient.dtype), ([], []))
                 lists[0].append(parameter)
                 lists[1].append(gradient)
     return [*found.values()]
+
+
+def summed(gradient: DTensor) -> DTensor:
+    """Returns a gradient whose parts are summed over ranks: the sum of finite ones may overflow."""
+    if not any(placement.is_partial() for placement in gradient.placements):
+        return gradient
+    from torch.distributed.tensor import Replicate
+
+    whole = [Replicate() if p.is_partial() else p for p in gradient.placements]
+    return gradient.redistribute(placements=whole)
 
 
 def flags_of(gradients: list[Tensor]) -> Tensor:

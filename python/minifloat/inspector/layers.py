@@ -68,9 +68,13 @@ class Layer:
 
     def matrix(self, dtype: torch.dtype) -> Tensor:
         """Returns the whole weight in the compute dtype; all ranks call it together."""
-        weight = self.weight.detach()
-        whole: Tensor = weight.full_tensor() if is_distributed(weight) else weight
-        return whole.to(dtype)
+        return whole(self.weight).to(dtype)
+
+
+def whole(parameter: Tensor) -> Tensor:
+    """Returns the values of a parameter that FSDP2 may have sharded, on all ranks together."""
+    values = parameter.detach()
+    return values.full_tensor() if is_distributed(values) else values
 
 
 @dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Call:
         output: what it returned.
         edge: the place of the output in autograd's graph, before writes in place.
         dtype: of its products.
+        is_cut: whether tensor parallelism cuts a parameter, which is a DTensor during the forward.
         versions: of the inputs, by which a write in place is noticed.
     """
 
@@ -91,6 +96,7 @@ class Call:
     output: Tensor
     edge: GradientEdge
     dtype: torch.dtype
+    is_cut: bool
     versions: tuple[int, ...]
 
 
@@ -248,10 +254,13 @@ def run(
     require_autograd(model, batch)
     calls: list[Call] = []
     reads, unseen = WeightReads(modules), dict[nn.Module, str]()
+    cut: set[nn.Module] = set()  # seen before a call: after it FSDP2 may have sharded anew
     is_forward = True
 
     def begin(module: nn.Module, args: Any) -> None:
         reads.called.append(module)
+        if any(is_distributed(p) for p in module.parameters(recurse=False)):
+            cut.add(module)
 
     def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
         reads.called.remove(module)
@@ -265,7 +274,7 @@ def run(
         if not output.requires_grad:  # of frozen parameters: no layer before needs a gradient
             output = output.detach().requires_grad_()
             returned = output.clone()  # which may be written to
-        calls.append(call_of(module, (*args, *kwargs.values()), output))
+        calls.append(call_of(module, (*args, *kwargs.values()), output, module in cut))
         return returned
 
     with ExitStack() as undo:
@@ -285,12 +294,12 @@ def run(
     return Run(value.detach(), calls, gradients, unseen)
 
 
-def call_of(module: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> Call:
+def call_of(module: nn.Module, inputs: tuple[Any, ...], output: Tensor, is_cut: bool) -> Call:
     """Returns a call that ends now."""
     values = [x for x in inputs if isinstance(x, Tensor)]
     dtype = compute_dtype(values[0]) if values else output.dtype
     versions = tuple(x._version for x in values)
-    return Call(module, inputs, output, get_gradient_edge(output), dtype, versions)
+    return Call(module, inputs, output, get_gradient_edge(output), dtype, is_cut, versions)
 
 
 def require_loss(value: object) -> None:
@@ -349,6 +358,7 @@ def products_of_experts(
     weights_M = weights.float().reshape(-1).index_select(0, order.pairs)
     matrices = [layer.matrix(call.dtype) for layer in layers]
     biases = [getattr(experts, name) for name in experts.bias_names]
+    biases = [None if bias is None else whole(bias).to(call.dtype) for bias in biases]
     gate, begin = experts.gate._asdict(), 0
     for expert, end in enumerate(order.offs.tolist()):
         rows, begin = slice(begin, end), end
@@ -358,7 +368,7 @@ def products_of_experts(
         outputs = [x[rows] @ w.t() for w in inputs]
         for bias, output in zip(biases, outputs):
             if bias is not None:
-                output += bias.detach()[expert].to(call.dtype)
+                output += bias[expert]
         gated = (outputs[0], outputs[1] if len(outputs) > 1 else None, weights_M[rows])
         h, dh = ops.swiglu(*gated, **gate), g[rows] @ w2
         gradients = ops.swiglu_backward(dh, *gated, **gate)
@@ -369,7 +379,7 @@ def products_of_experts(
 
 def reason_against_call(call: Call, g: Tensor | None) -> str | None:
     """Returns why the products of a call cannot be inspected; None where they can."""
-    if is_distributed(call.inputs[0]):
+    if call.is_cut or is_distributed(call.inputs[0]):
         return "tensor parallelism cuts its weight"
     if call.dtype not in WEIGHT_DTYPES:
         return f"its products are in {call.dtype}; expected float32 or bfloat16"
