@@ -14,7 +14,7 @@ from minifloat._native import ops
 from torch import Tensor
 
 from tests.gpu.sweep import DTYPES, describe, laid_out, on, values
-from tests.support.same_bits import require_same_bytes
+from tests.support.same_bits import on_cpu, require_same_bytes
 from tests.support.swiglu_casts import ENDS as SWIGLU_ENDS
 from tests.support.swiglu_casts import Case, draw, require_same_cast
 
@@ -78,6 +78,8 @@ def compare_gradients(
     asked = {"amaxes": groups is not None}
     *wanted, lines = ops.swiglu_backward(*tensors, **options, **asked)
     *found, lines_there = ops.swiglu_backward(*moved, **there, **asked)
+    found = on_cpu([*found, *lines_there])
+    found, lines_there = found[:3], found[3:]
     for name, a, b in zip(("d_product", "d_other", "d_weights"), found, wanted, strict=True):
         require_same_bytes(a, b, f"{name} {what}")
     for a, b in zip(lines_there, lines, strict=True):

@@ -93,6 +93,8 @@ def require_all_same(
     if not isinstance(got, Mapping) or not isinstance(want, Mapping):
         got, want = ({str(i): t for i, t in enumerate(each)} for each in (got, want))
     assert got.keys() == want.keys(), f"{what}: {sorted(got)} for {sorted(want)}"
+    there = {name: t for name, t in got.items() if type(t) is Tensor and t.is_cuda}
+    got = {**got, **dict(zip(there, on_cpu([*there.values()])))}
     for name, a in got.items():
         b = want[name]
         assert (a is None) == (b is None), f"{what}, {name}: {a} for {b}"

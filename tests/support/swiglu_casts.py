@@ -10,7 +10,7 @@ from minifloat._native import ops
 from torch import Tensor
 
 from tests.support.grouped_oracle import least_unit
-from tests.support.same_bits import require_same
+from tests.support.same_bits import on_cpu, require_same
 
 PARTS = ("codes", "scale", "amax", "decoded")
 OUTPUTS = [f"{part}_{side}" for side in ("row", "col") for part in PARTS]
@@ -106,8 +106,8 @@ def require_same_cast(
 ) -> None:
     """Compares the outputs of both directions, each inside of groups."""
     table, rows = case.form["groups"], case.product.shape[0]
-    for name, a, b in zip(OUTPUTS, got, want, strict=True):
+    for name, a, b in zip(OUTPUTS, on_cpu(got), want, strict=True):
         what = f"'{row}', '{col}' of {tuple(case.product.shape)} {case.form}: {name}"
         assert a.shape == b.shape, what
         where = (row if name.endswith("row") else col), table, rows
-        require_same(written(name, a.cpu(), *where), written(name, b, *where), what)
+        require_same(written(name, a, *where), written(name, b, *where), what)
