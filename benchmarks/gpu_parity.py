@@ -3,13 +3,13 @@
     python benchmarks/gpu_parity.py --data FOLDER --recipes bf16,fp8_rowwise --seeds 1,2,3 --out OUT
 
 FOLDER is what `parity_data.py` made. A run trains from the weights and in the order of its seed, so
-runs of one seed differ by the recipe alone.
+runs of one seed differ by the recipe, and by what another GPU or library changes.
 
 --trial dense     as above; every window of text is read at most once
         late      the same, and the first third of the steps is bf16's in every run: those of
                   one seed share it, so that they differ by less than runs of their own would
         experts   late, with 16 experts in place of each feed-forward but the first
-        long      dense, 12,000 steps: the text four times, each time in another order
+        long      dense, 12,000 steps: the text 3.3 times, each time in another order
 
     step     loss in bf16 autocast, fp32 parameters -> clip -> AdamW -> mf.step
     rate     linear warm-up, then a cosine to FINAL_LR of the peak

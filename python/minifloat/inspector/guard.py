@@ -3,8 +3,8 @@
     guard.check()       reports the step before, whose flags are on the host by now
                         reads the gradients: a flag each, and one of all, on the device
                         ranks: one all-reduce of that one flag, so that all of them decide alike
-    optimizer.step()    fused AdamW and SGD of torch read the flag themselves: nothing waits. For
-                        any other, check waits for the flag, and drops the gradients if it is set
+    optimizer.step()    fused Adam, AdamW and SGD of torch read the flag themselves: nothing waits.
+                        For any other, check waits for the flag, and drops gradients if it is set
     mf.step(model)      reads the flag: neither amax histories nor balance biases change
 
 Names and ranks are looked up only for a step that was left out.
