@@ -140,14 +140,16 @@ class GraphedStep:
                 # Not within the capture: each replay would write these.
                 self._optimizers.write_rates()
             with _agreed("captured"):
+                for guard in guards:
+                    guard.take_captured()  # of a capture that failed
                 graph = self._capture(*received)
             self._graph = graph  # where no rank has failed
-            self._guards = guards
+            self._guards = {guard: guard.take_captured() for guard in guards}
         else:
             self._members.require()
             self._modes.require()
             self._optimizers.require_settings()
-            if guards != self._guards:
+            if guards != [*self._guards]:
                 raise ValueError(
                     "GraphedStep: expected the guard that the model had at the capture, or none, "
                     "got another; make a new GraphedStep after a StepGuard is made or removed"
@@ -271,8 +273,8 @@ class GraphedStep:
     def _replay(self) -> None:
         """Replays the graph, in which no guard sends its flags."""
         cast(torch.cuda.CUDAGraph, self._graph).replay()
-        for guard in self._guards:
-            guard.send()
+        for guard, written in self._guards.items():
+            guard.send(written)
 
     def _require_steps_ended(self) -> None:
         """Raises ValueError where amaxes of a step wait for mf.step."""

@@ -174,3 +174,38 @@ def test_a_graph_repeats_the_batch_of_its_step(cuda):
     run(x.to(cuda))
     with pytest.raises(FloatingPointError, match=r"in blocks\.0\.norm, x: 1 of 1152 values"):
         run(batch(BAD + 1).to(cuda))
+
+
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_graph_reports_each_of_its_checks(cuda, bad):
+    """Two optimizers are checked before each step, and a check of all gradients comes between."""
+    models = nn.ModuleList(nn.Linear(16, 16, device=cuda) for _ in range(2))
+    optimizers = [OPTIMIZERS["adamw"](model.parameters()) for model in models]
+    guard = StepGuard(models, optimizers, on_nonfinite="skip")
+
+    def step(x: Tensor) -> None:
+        for i in range(2):
+            (models[i](torch.ones(2, 16, device=cuda)) * x[i]).sum().backward()
+            guard.check()
+            optimizers[i].step()
+            optimizers[i].zero_grad()
+
+    run = mf.GraphedStep(step, models, optimizers, warm_ups=2)
+    fine = torch.ones(2)
+    wrong = fine.clone()
+    wrong[bad] = math.inf
+    for _ in range(4):
+        run(fine)
+    before = [p.detach().clone() for p in models[bad].parameters()]
+    assert not said_by(lambda: run(wrong))
+    require_all_same([p.detach() for p in models[bad].parameters()], before)
+    for model in models:
+        model(torch.ones(2, 16, device=cuda)).sum().backward()
+    assert len(said_by(guard.check)) == 1
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    assert not said_by(lambda: run(fine))
+    assert not said_by(lambda: run(wrong))
+    assert len(said_by(guard.remove)) == 1
+    assert guard.steps == 2 * 7 + 1
+    assert all(p.isfinite().all() for p in models.parameters())

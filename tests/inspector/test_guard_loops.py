@@ -290,3 +290,93 @@ def test_batches_are_kept_until_the_report(fused):
     assert (kept() is not None) == fused
     guard.remove()
     assert kept() is None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_mf_step_of_the_parts_of_a_guarded_model(fused):
+    pair = Pair(fused)
+    guard = StepGuard(pair.models, pair.optimizers, on_nonfinite="skip")
+    for step in range(3):
+        before = copy.deepcopy(mf.training_state(pair.models))
+        for i in range(2):
+            pair.backward(i, step, is_bad=step == 1)
+        said_by(guard.check)
+        for i in range(2):
+            pair.step(i)
+            said_by(lambda i=i: mf.step(pair.models[i]))
+        for name, history in mf.training_state(pair.models).items():
+            if name.endswith("amax_history"):
+                assert history.isfinite().all()
+                assert torch.equal(history[:, 0], before[name][:, 0]) == (step == 1)
+    guard.remove()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_mf_step_after_the_last_guarded_step(fused):
+    model = built("fp8_delayed")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with StepGuard(model, optimizer, on_nonfinite="skip") as guard:
+            (model(batch(0)) * math.inf).sum().backward()
+            guard.check()
+            optimizer.step()
+    mf.step(model)
+    assert all(t.isfinite().all() for t in mf.training_state(model).values())
+
+
+class Masters(torch.optim.SGD):
+    """Has an optimizer of fp32 copies, to which it copies gradients in its step."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=1.0)
+        self.copies = [nn.Parameter(p.detach().clone()) for p in self.param_groups[0]["params"]]
+        self.optimizer = torch.optim.SGD(self.copies, lr=1.0)
+
+    def step(self, closure=None):
+        for p, own in zip(self.param_groups[0]["params"], self.copies):
+            own.grad = p.grad
+        self.optimizer.step()
+        for p, own in zip(self.param_groups[0]["params"], self.copies):
+            p.data.copy_(own)
+
+
+def with_own_step(parameters):
+    optimizer = torch.optim.SGD(parameters, lr=1.0, fused=True)
+    step = optimizer.step
+
+    def decayed():
+        for p in optimizer.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.data.add_(p.grad)
+        step()
+
+    optimizer.step = decayed
+    return optimizer
+
+
+@pytest.mark.parametrize("make", [Masters, with_own_step])
+def test_optimizers_around_others(make):
+    """Their own parameters are looked at, and their steps wait for the flag."""
+    model = nn.Linear(4, 4)
+    optimizer = make([*model.parameters()])
+    guard = StepGuard(model, optimizer, on_nonfinite="skip")
+    before = copy.deepcopy(model.state_dict())
+    (model(torch.ones(2, 4)).sum() * math.inf).backward()
+    assert len(said_by(guard.check)) == 1
+    optimizer.step()
+    require_all_same(model.state_dict(), before)
+
+
+def test_models_that_share_a_module():
+    """Each has a guard, and a model around both ends them."""
+    shared = nn.Linear(4, 4)
+    models = [nn.Sequential(shared, nn.Linear(4, 4)) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model[1].parameters()) for model in models]
+    first, second = (StepGuard(*pair, on_nonfinite="skip") for pair in zip(models, optimizers))
+    first.check()
+    second.check()
+    assert guards_of(models[0]) == [first]
+    assert guards_of(shared) == [first, second]
+    whole = StepGuard(nn.ModuleList(models), optimizers, on_nonfinite="skip")
+    assert guards_of(shared) == guards_of(models[1]) == [whole]

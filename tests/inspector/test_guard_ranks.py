@@ -381,3 +381,17 @@ def check_change(rank, on_nonfinite):
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
 def test_an_optimizer_of_one_rank_that_is_no_longer_fused(on_nonfinite):
     run_world(2, check_change, on_nonfinite)
+
+
+def check_one_rank_alone(rank):
+    """All gradients of one rank are wrong, and none of the other's."""
+    model = nn.Linear(4, 4)
+    guard = StepGuard(model, torch.optim.SGD(model.parameters()), on_nonfinite="raise")
+    (model(torch.ones(2, 4)).sum() * (math.inf if rank else 1)).backward()
+    with pytest.raises(FloatingPointError) as raised:
+        guard.check()
+    assert "that of bias on ranks [1]; none behind it is wrong" in str(raised.value)
+
+
+def test_gradients_of_one_rank_alone():
+    run_world(2, check_one_rank_alone)

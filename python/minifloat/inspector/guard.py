@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from ..distributed.handshake import has_others, meet, raise_different, raise_on_
 from ..nn.names import unwrapped
 from ..nn.state.guarded_steps import guards, guards_of
 from ..nn.state.model_state import drop_counts
-from .guard_report import described, find
+from .guard_report import Written, described, find
 from .guarded_optimizers import (
     flags_of,
     local_gradients,
@@ -40,20 +40,6 @@ from .guarded_optimizers import (
 RAISE, SKIP = "raise", "skip"
 WAITS = ", of an optimizer that waits"
 Loss = Callable[[nn.Module, Any], Tensor]
-
-
-class Sent(NamedTuple):
-    """A step whose flags were sent to the host, and which was not reported yet.
-
-    Args:
-        step: its number.
-        parameters: those with a gradient.
-        batches: its micro-batches.
-    """
-
-    step: int
-    parameters: list[Tensor]
-    batches: tuple[Any, ...]
 
 
 class StepGuard:
@@ -107,7 +93,7 @@ class StepGuard:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         try:
-            self._model = unwrapped(require_module("StepGuard", model))
+            self.model = unwrapped(require_module("StepGuard", model))
             self._optimizers = require_optimizers(optimizer)
             self._ranks = ranks_of(group)
             require_one_of("StepGuard: on_nonfinite", on_nonfinite, (RAISE, SKIP))
@@ -115,31 +101,30 @@ class StepGuard:
                 raise TypeError(f"StepGuard: loss: expected a function or None, got {loss!r}")
         except (TypeError, ValueError) as error:
             raise_on_all(error, group)
-        for former in guards_of(self._model):
-            former.remove()
         self._raises, self._loss = on_nonfinite == RAISE, loss
         self._waits = agree(
             f"on_nonfinite={on_nonfinite!r}, {'a' if loss else 'no'} loss",
             not all(map(reads_flag, self._optimizers)),
             self._ranks,
         )
+        for former in guards_of(self.model):
+            former.remove()
         self.steps = 0  # steps until now; assign it where a run is resumed
         self.left_out: Tensor | None = None  # what mf.step reads
-        device = next((p.device for o in self._optimizers for p in parameters_of(o)), None)
-        self._device = device or torch.device("cpu")
-        self._flags = torch.zeros(1, dtype=torch.float32, device=self._device)  # of all, of each
-        self._flag = self._flags[0]
-        self._host = torch.zeros(1, dtype=torch.float32, device="cpu")
+        self.stepped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        devices = [p.device for o in self._optimizers for p in parameters_of(o)]
+        devices.sort(key=lambda device: device.type != "cuda")
+        self._device = devices[0] if devices else torch.device("cpu")
         self._event = torch.cuda.Event() if self._device.type == "cuda" else None
-        self._read: list[Tensor] = []  # parameters whose gradients have flags
-        self._batches: tuple[Any, ...] = ()
+        self._flags = torch.zeros(1, dtype=torch.float32, device=self._device)
+        self._flag = self._flags[0]
         self._fault: str | None = None  # of this rank's call, which the report raises on all ranks
-        self._sent: Sent | None = None
+        self._captured: list[Written] = []
+        self._sent: list[tuple[int, Written]] = []  # steps to report, their flags on the host
         # Neither is traced where a step is compiled.
         self._check, back = map(torch.compiler.disable, (self._check_eagerly, self._take_back))
         self._handles = [o.register_step_post_hook(back) for o in self._optimizers]
-        for module in self._model.modules():
-            guards[module] = weakref.ref(self)
+        guards[self] = None
 
     def check(self, *batches: Any) -> None:
         """Reads the gradients, and has each optimizer's next step left out if one is not finite.
@@ -175,19 +160,23 @@ class StepGuard:
             )
         if not is_captured:
             self.report()
-        self._batches, self._fault = batches, self._fault_of(batches)
+        self._fault = self._fault_of(batches)
         if self._fault is not None and self._ranks is None:
             raise ValueError(self._fault)
-        before = None if self.left_out is None else self.left_out.clone()
-        self._read_gradients()
+        # A graph's first check begins anew: what it would read is not the graph's memory.
+        is_first = bool(self.stepped) or (is_captured and not self._captured)
+        before = None if self.left_out is None or is_first else self.left_out.clone()
+        self.stepped.clear()
+        written = self._read_gradients(batches, is_captured)
         self.left_out = self._flag if before is None else torch.maximum(before, self._flag)
-        if not is_captured:
-            self.send()
-            self._batches = ()
+        if is_captured:
+            self._captured.append(written)
+        else:
+            self.send([written])
         if self._fault is not None:
             self._drop_gradients()
         elif self._waits:
-            if not self._raises and self._is_left_out():
+            if not self._raises and any(self._left_out()):
                 self._drop_gradients()  # before the report, whose warning may be an error
         else:
             for optimizer in self._optimizers:
@@ -220,6 +209,8 @@ class StepGuard:
         """Ends the guard, after a report of the last step."""
         try:
             self.report()
+            if self.left_out is not None and not self.stepped and self.left_out > 0:
+                drop_counts(self.model)  # of a step that no mf.step has ended
         finally:
             self._detach()
 
@@ -236,10 +227,8 @@ class StepGuard:
         for optimizer, handle in zip(self._optimizers, self._handles):
             self._take_back(optimizer)
             handle.remove()
-        self._handles = []
-        for module in self._model.modules():
-            if guards.get(module) == weakref.ref(self):  # else it was removed before
-                del guards[module]
+        self._handles, self._sent, self._captured = [], [], []
+        guards.pop(self, None)
 
     def _take_back(self, optimizer: Optimizer, *_: object) -> None:
         """Takes the flag from an optimizer after its step: the next one may have no check."""
@@ -247,68 +236,78 @@ class StepGuard:
             del optimizer.found_inf  # type: ignore[attr-defined]
 
     @torch.no_grad()
-    def _read_gradients(self) -> None:
+    def _read_gradients(self, batches: tuple[Any, ...], is_captured: bool) -> Written:
         """Writes the flags, by kernels alone."""
-        self._read, found = [], []
+        read, found, is_cuda = [], [], self._device.type == "cuda"
         for parameters, gradients in local_gradients(self._optimizers):
-            self._read += parameters
-            found.append(flags_of(gradients).to(self._device, non_blocking=True))
-        if self._flags.numel() != 1 + len(self._read):
-            self._flags = self._flags.new_zeros(1 + len(self._read))
-            self._flag = self._flags[0]
+            read += parameters
+            found.append(flags_of(gradients).to(self._device, non_blocking=is_cuda))
+        flags = self._flags
+        if is_captured or flags.numel() != 1 + len(read):  # a graph's checks have their own each
+            flags = flags.new_zeros(1 + len(read))
+        self._flag = flags[0]
         if found:
-            torch.cat(found, out=self._flags[1:])
-            torch.amax(self._flags[1:], 0, out=self._flag)
+            torch.cat(found, out=flags[1:])
+            torch.amax(flags[1:], 0, out=self._flag)
         else:
-            self._flags.zero_()
+            flags.zero_()
         if self._fault is not None:
             self._flag.fill_(1)
         if self._ranks is not None:
-            dist.all_reduce(self._flags[:1], op=dist.ReduceOp.MAX, group=self._ranks)
+            dist.all_reduce(flags[:1], op=dist.ReduceOp.MAX, group=self._ranks)
+        if not is_captured:
+            self._flags = flags
+        return Written(flags, read, batches)
 
     # ---- the report ------------------------------------------------------------------------------
 
-    def send(self) -> None:
-        """Counts a step, and copies its flags to the host. Nothing waits for the copy."""
-        self.steps += 1
-        if self._host.numel() != self._flags.numel():
+    def take_captured(self) -> list[Written]:
+        """Returns what checks write in each replay of a graph that was just captured."""
+        captured, self._captured = self._captured, []
+        return captured
+
+    def send(self, written: Sequence[Written]) -> None:
+        """Counts steps, and copies their flags to the host. Nothing waits for the copies."""
+        self.stepped.clear()
+        for each in written:
+            self.steps += 1
             is_cuda = self._event is not None
-            self._host = torch.zeros_like(self._flags, device="cpu", pin_memory=is_cuda)
-        self._host.copy_(self._flags, non_blocking=True)
+            host = torch.empty_like(each.flags, device="cpu", pin_memory=is_cuda)
+            host.copy_(each.flags, non_blocking=True)
+            self._sent.append((self.steps, each._replace(flags=host)))
         if self._event is not None:
             self._event.record(torch.cuda.current_stream(self._device))
-        self._sent = Sent(self.steps, self._read, self._batches)
 
     def report(self) -> bool:
-        """Reports the last step that was sent, where it was left out and nobody was told.
+        """Reports steps that were sent, where they were left out and nobody was told.
 
         Returns:
-            Whether it was left out.
+            Whether one was left out.
 
         Raises:
             FloatingPointError: it was, under "raise".
             ValueError: a rank could not guard the step, on every rank.
         """
-        sent, self._sent = self._sent, None
-        if sent is None or not self._is_left_out():
-            return False
-        found = find(
-            self._model, *sent, self._host[1:].tolist(), self._fault, self._loss, self._ranks
-        )
-        text = described(sent.step, found)
-        if self._raises:
-            drop_counts(self._model)
-            self.left_out = None  # no mf.step ends it
-            raise FloatingPointError(f"{text}. The step was left out")
-        if self._ranks is None or dist.get_rank(self._ranks) == 0:
-            warnings.warn(f"minifloat: {text}. The step is skipped", stacklevel=2)
-        return True
+        left_out = self._left_out()
+        sent, self._sent = self._sent, []
+        for is_one, (step, written) in zip(left_out, sent):
+            if not is_one:
+                continue
+            found = find(self.model, step, written, self._fault, self._loss, self._ranks)
+            text = described(step, found)
+            if self._raises:
+                drop_counts(self.model)
+                self.left_out = None  # no mf.step ends it
+                raise FloatingPointError(f"{text}. The step was left out")
+            if self._ranks is None or dist.get_rank(self._ranks) == 0:
+                warnings.warn(f"minifloat: {text}. The step is skipped", stacklevel=2)
+        return any(left_out)
 
-    def _is_left_out(self) -> bool:
-        """Reads the flag that was sent last, which is a step old or waited for."""
-        if self._event is not None:
+    def _left_out(self) -> list[bool]:
+        """Tells which of the steps that were sent are left out; their flags are a step old."""
+        if self._sent and self._event is not None:
             self._event.synchronize()
-        return bool(self._host[0] != 0)
+        return [bool(written.flags[0] != 0) for _, written in self._sent]
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

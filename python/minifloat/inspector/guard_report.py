@@ -35,6 +35,20 @@ FINITE = ". Repeated, the batch has finite values alone: random casts and dropou
 NOT_FOUND = 2**31  # of a repetition that found nothing: after every place
 
 
+class Written(NamedTuple):
+    """What a check writes, and of what.
+
+    Args:
+        flags: float32, 1 where a value is Inf or NaN: of all gradients of all ranks, then of each.
+        parameters: those with a gradient, of the optimizers.
+        batches: the micro-batches of that step.
+    """
+
+    flags: Tensor
+    parameters: list[Tensor]
+    batches: tuple[Any, ...]
+
+
 class Found(NamedTuple):
     """What one rank knows of a step.
 
@@ -65,9 +79,7 @@ class Found(NamedTuple):
 def find(
     model: nn.Module,
     step: int,
-    parameters: Sequence[Tensor],
-    batches: Sequence[Any],
-    is_wrong: Sequence[bool],
+    written: Written,
     fault: str | None,
     loss: Loss | None,
     ranks: dist.ProcessGroup | None,
@@ -77,9 +89,7 @@ def find(
     Args:
         model: with the parameters of that step.
         step: its number.
-        parameters: those with a gradient, of the optimizers.
-        batches: the micro-batches of that step, which are repeated; none: nothing is.
-        is_wrong: whether the gradient of each parameter is not finite.
+        written: what its check has found, on the host. Its micro-batches are repeated.
         fault: why this rank could not guard the step; None: it could.
         loss: (model, batch) -> a tensor of one element.
         ranks: those that look together; None: this one is alone.
@@ -87,6 +97,7 @@ def find(
     Raises:
         ValueError: a rank has a fault, or is missing; on every rank.
     """
+    flags, parameters, batches = written
     named = [
         (join(fqn, name), parameter)
         for fqn, module in named_modules(model)
@@ -97,7 +108,7 @@ def find(
         known.get(id(p), (i, f"parameter {i} of the optimizer {tuple(p.shape)}"))
         for i, p in enumerate(parameters)
     ]
-    wrong = [place for place, is_one in zip(places, is_wrong) if is_one]
+    wrong = [place for place, flag in zip(places, flags[1:].tolist()) if flag]
     masters = [(name, p) for (_, name), p in zip(places, parameters) if id(p) not in known]
     bad = first_of([*named, *masters])
     found = Found(
@@ -168,7 +179,7 @@ def described(step: int, of_ranks: Sequence[Found]) -> str:
         texts.append(
             f"{kind[0]} of {kind[1]} gradients are not finite, {LAST}, that of {kind[2]}{on}"
         )
-    operand = _of_repeated(of_ranks) or _of_weights(of_ranks) or _of_gradients([*kinds])
+    operand = _of_repeated(of_ranks) or _of_weights(of_ranks) or _of_gradients(of_ranks)
     errors = [f.repeated[1] for f in of_ranks if f.repeated is not None]
     if errors and _of_repeated(of_ranks) == "":
         error = next(filter(None, errors), "")
@@ -190,13 +201,14 @@ def _of_weights(of_ranks: Sequence[Found]) -> str:
     return weight and f"W is not finite: {weight}{_on([f.weight == weight for f in of_ranks])}"
 
 
-def _of_gradients(kinds: Sequence[tuple[int, int, str]]) -> str:
-    """Returns which operand the gradients point to, which says nothing where ranks' differ."""
-    if all(wrong == gradients for wrong, gradients, _ in kinds):
+def _of_gradients(of_ranks: Sequence[Found]) -> str:
+    """Returns which operand the gradients point to; "" where ranks have other wrong ones."""
+    if all(f.wrong == f.gradients for f in of_ranks):
         return OF_ALL
+    kinds = {(f.wrong, f.name) for f in of_ranks if f.wrong}
     if len(kinds) > 1:
         return ""
-    return OF_ONE if kinds[0][0] == 1 else OF_SOME
+    return OF_ONE if max(f.wrong for f in of_ranks) == 1 else OF_SOME
 
 
 def _on(holds: Sequence[object]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+WRAPPERS = "accelerate.", "lightning.", "pytorch_lightning."  # their modules
 EXPECTED = "StepGuard: optimizer: expected a torch.optim.Optimizer, or a list of those"
 
 
@@ -27,9 +28,10 @@ def require_optimizers(optimizer: object) -> list[Optimizer]:
         TypeError: there is none, or another object among them.
     """
     found: dict[Optimizer, None] = {}
-    for each in optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]:
-        while isinstance(inner := getattr(each, "optimizer", None), Optimizer):
-            each = inner
+    given: Sequence[Any] = [optimizer]
+    for each in optimizer if isinstance(optimizer, (list, tuple)) else given:
+        while type(each).__module__.startswith(WRAPPERS):
+            each = each.optimizer
         if not isinstance(each, Optimizer):
             raise TypeError(f"{EXPECTED}, got {type(each).__name__}")
         found[each] = None
@@ -52,7 +54,7 @@ def reads_flag(optimizer: Optimizer) -> bool:
     """
     return bool(
         getattr(optimizer, "_step_supports_amp_scaling", False)
-        and type(optimizer).step.__module__.startswith("torch.optim.")
+        and (getattr(optimizer.step, "__module__", None) or "").startswith("torch.optim.")
         and all(
             group.get("fused") and not (group.get("momentum") and group.get("dampening"))
             for group in optimizer.param_groups

@@ -50,7 +50,8 @@ def end_step(
             count.copy_(new)
     for router in routers:
         if left_out is not None:
-            router.counts.mul_(left_out.to(router.counts.device, non_blocking=True) == 0)
+            device = router.counts.device
+            router.counts.mul_(left_out.to(device, non_blocking=device.type == "cuda") == 0)
         router.end_step()
 
 

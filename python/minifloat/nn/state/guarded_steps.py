@@ -7,7 +7,8 @@ replays call no guard.
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,43 +17,51 @@ from torch import Tensor, nn
 class Guard(Protocol):
     """What others call of a guard."""
 
-    # float32 (): 1 where a step was left out since the last mf.step, else 0; None: none was read.
+    model: nn.Module  # without wrappers (names.unwrapped)
+    # float32 (): 1 where a check since the last mf.step has left a step out, else 0; None: none was
+    # made.
     left_out: Tensor | None
+    stepped: weakref.WeakSet[nn.Module]  # models whose mf.step has read it
 
     def report(self) -> bool:
         """Warns of the last step, or raises, where it was left out and nobody was told."""
 
-    def send(self) -> None:
-        """Copies what was found of the last step to the host, and waits for nothing."""
+    def take_captured(self) -> list[Any]:
+        """Returns what checks write in each replay of a graph that was just captured."""
+
+    def send(self, written: Sequence[Any]) -> None:
+        """Copies what checks have written to the host, and waits for nothing."""
 
     def remove(self) -> None:
         """Ends the guard, after a report of the last step."""
 
 
-# Every module of a guarded model; mf.step may get a part of it, or a module around it.
-guards: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Guard]] = weakref.WeakKeyDictionary()
+guards: weakref.WeakKeyDictionary[Guard, None] = weakref.WeakKeyDictionary()  # in their order
 
 
 def guards_of(model: nn.Module) -> list[Guard]:
-    """Returns the guards of a model and of the modules in it.
+    """Returns the guards of a model, of modules in it, and of a module around it.
 
     Args:
-        model: without wrappers (names.unwrapped).
+        model: without wrappers.
     """
     if not guards:
         return []
-    found = (guard() for module in model.modules() if (guard := guards.get(module)) is not None)
-    return [*dict.fromkeys(guard for guard in found if guard is not None)]
+    inside = {*model.modules()}
+    return [g for g in [*guards] if g.model in inside or model in {*g.model.modules()}]
 
 
-def take_left_out(model: nn.Module) -> Tensor | None:
-    """Returns 1 where a guard has left a step out since the last call, else 0; None: has read none.
+def was_left_out(model: nn.Module) -> Tensor | None:
+    """Returns 1 where a check of a model's step has left one out, else 0; None: there was none.
 
-    Steps of several guards are one: their model's histories do not roll where one is left out.
+    Steps of several guards are one: no history rolls where any of them is left out. A second call
+    of one model ends a step without a check.
     """
     found = None
     for guard in guards_of(model):
-        flag, guard.left_out = guard.left_out, None
-        if flag is not None:
-            found = flag if found is None else torch.maximum(found, flag.to(found.device))
+        if guard.left_out is None or model in guard.stepped:
+            continue
+        guard.stepped.add(model)
+        flag = guard.left_out
+        found = flag if found is None else torch.maximum(found, flag.to(found.device))
     return found

@@ -23,7 +23,7 @@ from ...checks import require_module
 from ...private_torch import copy_all_
 from ..names import PRODUCT, clean_name, join, unwrapped
 from ..registry import distributed_functions, expert_functions, stages_in
-from .guarded_steps import take_left_out
+from .guarded_steps import was_left_out
 from .random_hooks import add_hooks, find_hook, hooks_of, remove_hooks, states_of
 from .random_state import RngState, distributed_rank
 from .recipe_state import (
@@ -97,7 +97,7 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     fault = shared_streams(modules) or expert_functions.unread_losses(modules)
     compared = [(name, layer) for name, layer in layers if not layer.is_of_rank]
     ranks = distributed_functions.group_of_step(model, compared, routers, group, fault)
-    left_out = take_left_out(model)
+    left_out = was_left_out(model)
     forget_weights(layers)
     _roll_histories(model, layers, ranks, left_out)
     expert_functions.end_step(modules, ranks, left_out)
@@ -132,7 +132,7 @@ def _roll_histories(
         ops.roll_amax_histories(histories, algorithm=rule.amax_algorithm, margin=rule.margin)
         if left_out is not None and before is not None:
             before[..., 1] = 0  # this step's amaxes
-            is_kept = left_out.to(device, non_blocking=True) > 0
+            is_kept = left_out.to(device, non_blocking=device.type == "cuda") > 0
             kept = torch.where(is_kept, before, torch.stack(histories))
             copy_all_(histories, [*kept.unbind()])
 
