@@ -110,6 +110,19 @@ class Plan:
         return self.file_name.replace(".jsonl.xz", ".pt")
 
 
+def load_state(path: Path, device: str) -> dict[str, Any]:
+    """Returns a run's state that a command has left; empty: none."""
+    if not path.exists():
+        return {}
+    state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    return state
+
+
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(state, path)
+
+
 class Trainer:
     """Trains runs one after the other, until a deadline.
 
@@ -150,10 +163,8 @@ class Trainer:
     def read_state(self, plan: Plan) -> dict[str, Any]:
         """Returns the state that a deadline has left of the run; empty: none."""
         path = self.out / plan.state_name
-        if not path.exists():
-            return {}
-        state: dict[str, Any] = torch.load(path, map_location=self.trial.device, weights_only=True)
-        if state["said"] != self.said(plan):
+        state = load_state(path, self.trial.device)
+        if state and state["said"] != self.said(plan):
             sys.exit(f"{path}: expected a state of {self.said(plan)}, got one of {state['said']}")
         return state
 
@@ -178,34 +189,21 @@ class Trainer:
             return run, run.train_to(steps, self.deadline)
         name = first.name if first.name.startswith(TORCHAO_PREFIX) else ""
         wire = "" if self.trial.bf16_steps else plan.wire
+        # Steps in bf16 are left to other commands, since they have other bits a second time.
+        kept = self.out / f"first_steps_seed_{first.seed}.pt" if self.trial.bf16_steps else None
         key = (name, first.recipe, first.keep, first.seed, wire)
         if state or self.shared is None or self.shared_key != key or len(self.shared.losses) > end:
             self.shared_key = key
-            self.shared = self.new_run(first, wire, state or self.read_first(first))
+            if kept is not None and not state:
+                state = load_state(kept, self.trial.device)
+            self.shared = self.new_run(first, wire, state)
         if not self.shared.train_to(end, self.deadline):
             return self.shared, False
-        self.keep_first(first, self.shared)
+        if kept is not None and not kept.exists():
+            save_state(kept, self.shared.state())
         run = self.new_run(last, plan.wire, {})
         run.take_over(self.shared)
         return run, run.train_to(steps, self.deadline)
-
-    def first_path(self, first: RunSpec) -> Path:
-        return self.out / f"first_steps_seed_{first.seed}.pt"
-
-    def read_first(self, first: RunSpec) -> dict[str, Any]:
-        """Returns the first steps in bf16 that another command has left; empty: none."""
-        path = self.first_path(first)
-        if not (self.trial.bf16_steps and path.exists()):
-            return {}
-        state: dict[str, Any] = torch.load(path, map_location=self.trial.device, weights_only=True)
-        return state
-
-    def keep_first(self, first: RunSpec, run: Run) -> None:
-        """Leaves first steps in bf16 to other commands: they have no other bits a second time."""
-        path = self.first_path(first)
-        if self.trial.bf16_steps and not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(run.state(), path)
 
     def train(self, plan: Plan) -> bool:
         """Trains a run and writes its record, or at the deadline its state: then returns False."""
@@ -214,8 +212,7 @@ class Trainer:
         run, has_ended = self.train_steps(plan, state)
         seconds = time.perf_counter() - start + state.get("seconds", 0.0)
         if not has_ended:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(run.state() | {"said": self.said(plan), "seconds": seconds}, path)
+            save_state(path, run.state() | {"said": self.said(plan), "seconds": seconds})
             print(f"{plan.name}, seed {plan.spec.seed}: step {len(run.losses)}, state in {path}")
             return False
         device = torch.cuda.get_device_name() if self.trial.device == "cuda" else "cpu"

@@ -8,6 +8,7 @@ folder=$(mktemp -d)
 export CUDA_MPS_PIPE_DIRECTORY=$folder CUDA_MPS_LOG_DIRECTORY=$folder
 if ! nvidia-cuda-mps-control -d; then
   unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+  rm -rf "$folder"
   exec "$@"
 fi
 trap 'echo quit | nvidia-cuda-mps-control; rm -rf "$folder"' EXIT
