@@ -52,8 +52,6 @@ class TrainingStateCallback(Callback):
         require_converted("TrainingStateCallback", pl_module)
         self.steps_ended = trainer.global_step
         if self.on_nonfinite is not None:
-            if self.guard is not None:  # of a run that ended with an error
-                self.guard.remove()
             self.guard = StepGuard(pl_module, trainer.optimizers, on_nonfinite=self.on_nonfinite)
             self.guard.steps = trainer.global_step
 

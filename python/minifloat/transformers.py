@@ -62,8 +62,6 @@ class TrainingStateCallback(TrainerCallback):
         if state.global_step != 0:
             self.load(args, state, model)
         if self.on_nonfinite is not None:
-            if self.guard is not None:  # of a run that ended with an error
-                self.guard.remove()
             optimizer = others["optimizer"]
             self.guard = StepGuard(model, optimizer, on_nonfinite=self.on_nonfinite)
             self.guard.steps = state.global_step

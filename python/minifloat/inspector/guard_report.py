@@ -127,7 +127,8 @@ def find(
     counts = [each.batches for each in of_ranks]
     if not any(counts):
         return of_ranks
-    if loss is None or len(set(counts)) > 1:  # ranks would wait for each other in a gather
+    assert loss is not None  # else a rank with batches has a fault
+    if len(set(counts)) > 1:  # ranks would wait for each other in a gather
         error = f"ValueError: expected as many batches on all ranks, got {counts}"
         return [each._replace(repeated=(NOT_FOUND, error)) for each in of_ranks]
     try:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..nn.names import clean_name
 from ..nn.registry import NamedModules, expert_functions
+from ..nn.state.guarded_steps import flag_on
 from .balance import unread_losses
 from .convert.experts import convert, restore, revert, select
 from .layer import divided_experts
@@ -50,8 +51,7 @@ def end_step(
             count.copy_(new)
     for router in routers:
         if left_out is not None:
-            device = router.counts.device
-            router.counts.mul_(left_out.to(device, non_blocking=device.type == "cuda") == 0)
+            router.counts.mul_(flag_on(router.counts.device, left_out) == 0)
         router.end_step()
 
 

@@ -65,3 +65,8 @@ def was_left_out(model: nn.Module) -> Tensor | None:
         flag = guard.left_out
         found = flag if found is None else torch.maximum(found, flag.to(found.device))
     return found
+
+
+def flag_on(device: torch.device, left_out: Tensor) -> Tensor:
+    """Copies was_left_out's flag to a device; a GPU's copy makes nothing wait."""
+    return left_out.to(device, non_blocking=device.type == "cuda")

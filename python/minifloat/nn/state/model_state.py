@@ -23,7 +23,7 @@ from ...checks import require_module
 from ...private_torch import copy_all_
 from ..names import PRODUCT, clean_name, join, unwrapped
 from ..registry import distributed_functions, expert_functions, stages_in
-from .guarded_steps import was_left_out
+from .guarded_steps import flag_on, was_left_out
 from .random_hooks import add_hooks, find_hook, hooks_of, remove_hooks, states_of
 from .random_state import RngState, distributed_rank
 from .recipe_state import (
@@ -132,7 +132,7 @@ def _roll_histories(
         ops.roll_amax_histories(histories, algorithm=rule.amax_algorithm, margin=rule.margin)
         if left_out is not None and before is not None:
             before[..., 1] = 0  # this step's amaxes
-            is_kept = left_out.to(device, non_blocking=device.type == "cuda") > 0
+            is_kept = flag_on(device, left_out) > 0
             kept = torch.where(is_kept, before, torch.stack(histories))
             copy_all_(histories, [*kept.unbind()])
 
