@@ -119,8 +119,11 @@ def load_state(path: Path, device: str) -> dict[str, Any]:
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:
+    """Writes a state under its name when it is whole: another command may wait for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(state, path)
+    partial = path.with_suffix(".partial")
+    torch.save(state, partial)
+    partial.replace(path)
 
 
 class Trainer:
