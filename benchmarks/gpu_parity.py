@@ -6,8 +6,9 @@ FOLDER is what `parity_data.py` made. A run trains from the weights and in the o
 runs of one seed differ by the recipe, and by what another GPU or library changes.
 
 --trial dense     as above; every window of text is read at most once
-        late      the same, and the first third of the steps is bf16's in every run: those of
-                  one seed share it, so that they differ by less than runs of their own would
+        late      of hidden width 2816, and the first third of the steps is bf16's in every run:
+                  those of one seed share it, so that they differ by less than runs of their own
+                  would
         experts   late, with 16 experts in place of each feed-forward but the first
         long      dense, 12,000 steps: the text 3.3 times, each time in another order
 
