@@ -20,6 +20,7 @@ from tests.support.capability import assumed_capability
 from tests.support.same_bits import require_same
 from tests.support.specs import (
     BLOCKS_RECIPE,
+    OF_FORWARD_RECIPES,
     ROWS_RECIPE,
     UNIFORM_POW2_RECIPE,
     UNIFORM_RECIPE,
@@ -28,7 +29,14 @@ from tests.support.specs import (
 pytestmark = pytest.mark.gpu
 
 PRESETS = mf.presets()
-RECIPES = [*PRESETS, BLOCKS_RECIPE, ROWS_RECIPE, UNIFORM_RECIPE, UNIFORM_POW2_RECIPE]
+RECIPES = [
+    *PRESETS,
+    BLOCKS_RECIPE,
+    ROWS_RECIPE,
+    UNIFORM_RECIPE,
+    UNIFORM_POW2_RECIPE,
+    *OF_FORWARD_RECIPES,
+]
 SIZES = [(256, 384, 128), (45, 70, 37)]  # M, K, N: whole blocks, and multiples of nothing
 
 

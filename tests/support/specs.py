@@ -63,7 +63,7 @@ UNIFORM_RECIPE = (
 )
 UNIFORM_POW2_RECIPE = UNIFORM_RECIPE.replace("1x16", "1x16+pow2")
 # Backward reads the values of fprop's codes: under a tensor's amax, drawn, under amaxes of earlier
-# steps, transformed, or such as an FP8 product could read.
+# steps, transformed (values that bf16 holds, and others), or such as an FP8 product could read.
 OF_FORWARD_RECIPE = "fprop=e4m3/tensor*e4m3/tensor dgrad=bf16*fprop.w wgrad=bf16*fprop.x"
 OF_FORWARD_RECIPES = [
     OF_FORWARD_RECIPE,
@@ -71,6 +71,7 @@ OF_FORWARD_RECIPES = [
     "fprop=e4m3/tensor+delayed*e4m3/tensor+delayed dgrad=e5m2/tensor+delayed*fprop.w "
     "wgrad=mxfp8*fprop.x",
     "fprop=mxfp4+rht*mxfp4+rht dgrad=bf16*fprop.w wgrad=bf16*fprop.x",
+    "fprop=e1m2/1x16+rht64*nvfp4+rht64 dgrad=bf16*fprop.w wgrad=bf16*fprop.x",
     "fprop=nvfp4+pow2*nvfp4+pow2 dgrad=nvfp4+sr*fprop.w wgrad=bf16*fprop.x",
 ]
 
@@ -94,9 +95,13 @@ def stream_of(spec: str, operand: str) -> int:
 
 
 def untransformed(rows: torch.Tensor, points: int) -> torch.Tensor:
-    """Undoes the randomised Hadamard transform of rows (M, whole transforms), in float64."""
-    h = torch.ones(1, 1, dtype=torch.float64)
-    while len(h) < points:
-        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)])
+    """Undoes the randomised Hadamard transform of rows (M, whole transforms), in fp32.
+
+    Butterflies have the order of docs/numerics.md, section 6.
+    """
+    v, stride = rows.float().unflatten(1, (-1, points)), 1
+    while stride < points:
+        a, b = v.unflatten(2, (-1, 2, stride)).unbind(3)
+        v, stride = torch.stack([a + b, a - b], 3).flatten(2), 2 * stride
     signs = torch.tensor([-1.0 if 0xD7E8 >> (i % 16) & 1 else 1.0 for i in range(points)])
-    return (rows.unflatten(1, (-1, points)) @ h / points**0.5 * signs).flatten(1)
+    return (v * torch.tensor(points**-0.5) * signs).flatten(1)

@@ -104,7 +104,7 @@ std::pair<Tensor, Tensor> fp4_as_fp8(const Tensor& codes, const Tensor& scale, c
 // Returns the Hadamard transform of x in bf16, of its transpose if columnwise.
 //   points: 16, 32, 64 or 128; signs: a bit a point, repeated every 16
 Tensor hadamard(const Tensor& x, std::int64_t points, bool columnwise, std::int64_t signs);
-// Undoes the randomised transform of rows (M, whole transforms), fp32.
+// Undoes the randomised transform of rows (M, whole transforms), fp32, in fp32.
 Tensor inverse_hadamard(const Tensor& rows, std::int64_t points);
 
 // Returns one-byte scales (rows, cols) in the layout of core/swizzle.h, (padded rows, padded cols);

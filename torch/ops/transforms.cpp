@@ -212,15 +212,24 @@ Tensor torch_ops::hadamard(const Tensor& x, std::int64_t points, bool columnwise
   return hadamard_op(x, points, columnwise, signs, std::nullopt, 0);
 }
 
-// The transform multiplies by signs and then by a symmetric orthogonal matrix.
+// The transform multiplies by signs and then by a symmetric orthogonal matrix. Its kernels round to
+// bf16; the sums here are theirs, in their order.
 Tensor torch_ops::inverse_hadamard(const Tensor& rows, std::int64_t points) {
+  const SymInt count = rows.sym_numel() / points;
+  Tensor y = rows;
+  for (std::int64_t stride = 1; stride < points; stride *= 2) {
+    const Tensor pairs = y.reshape_symint({count, points / (2 * stride), 2, stride});
+    const Tensor a = pairs.select(2, 0), b = pairs.select(2, 1);
+    y = at::stack({a + b, a - b}, 2);
+  }
   const Tensor bits = at::arange(points, rows.options().dtype(at::kLong)).remainder(16);
   const Tensor negated =
       at::bitwise_right_shift(
           at::full({points}, static_cast<std::int64_t>(kHadamardSigns), bits.options()), bits)
           .bitwise_and(1);
-  return hadamard(rows, points, false, /*signs=*/0) *
-         at::rsub(negated * 2, 1).repeat_symint({rows.sym_size(1) / points});
+  const Tensor factors =
+      at::rsub(negated * 2, 1).to(at::kFloat) * hadamard_norm(static_cast<int>(points));
+  return (y.reshape_symint({count, points}) * factors).reshape_symint(rows.sym_sizes());
 }
 
 Tensor torch_ops::swizzle_scales(const Tensor& scale, const std::optional<Tensor>& offs,
