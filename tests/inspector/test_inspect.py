@@ -369,6 +369,12 @@ def test_experts_of_other_libraries_are_named():
         mf.quantize_(model, "mxfp8", keep="nothing")
 
 
+def test_experts_without_a_token_are_named():
+    model = nn.Sequential(nn.Linear(32, 32), mf.MoE(32, 64, experts=4, top_k=2))
+    found = mf.inspect(model, torch.zeros(0, 32), ["mxfp8"], loss=lambda m, x: m(x).sum())
+    assert dict(found.skipped)["1.experts"] == NOT_CALLED
+
+
 def test_a_model_without_a_layer_to_inspect(tmp_path):
     model = nn.Sequential(nn.Linear(32, 32))
     mf.quantize_(model, "mxfp8_2d", primary=True)
@@ -417,7 +423,83 @@ def test_compiled_layers_run_uncompiled():
     assert mf.inspect(torch.compile(model, backend="eager"), x, "mxfp8").rows == expected
 
 
+@pytest.mark.parametrize("change", [lambda y: y * 8, lambda y: y[:, :32], lambda y: (y, None)])
+def test_a_hook_that_returns_another_output(change):
+    """It is called behind the layer: the numbers are those of a module around the layer."""
+
+    class Around(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.layer(x)
+
+    def loss(model, x):
+        y = model(x) if hooked is model.layer else change(model(x))
+        return (y if torch.is_tensor(y) else y[0]).square().mean()
+
+    torch.manual_seed(0)
+    model, x = Around(), torch.randn(16, 64)
+    rows = []
+    for hooked in (None, model.layer):
+        if hooked is not None:
+            hooked.register_forward_hook(lambda module, args, y: change(y))
+        rows.append(mf.inspect(model, x, ["nvfp4"], loss=loss).rows)
+    assert len(rows[0]) == 1
+    assert rows[0] == rows[1]
+
+
+def test_delayed_operands_that_a_layer_has_no_amax_of():
+    """Its own recipe scales x and W by earlier amaxes; g has those of this batch."""
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(16, 32)
+    delayed = "e4m3/tensor+delayed"
+    mf.quantize_(model, f"fprop={delayed}*{delayed} dgrad=bf16*bf16 wgrad=bf16*bf16")
+    (model(x) * 1e-3).backward()
+    mf.step(model)
+    for row in mf.inspect(model, x, ["fp8_delayed"], loss=lambda m, x: m(x) * 1e-3).rows:
+        assert max(row.dx_error, row.dw_error) < 0.1
+
+
 # ---- what it leaves alone ------------------------------------------------------------------------
+
+
+class Teacher(nn.Module):
+    """A frozen layer whose running mean of squares divides another layer's loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = nn.Linear(32, 32), nn.Linear(32, 32).requires_grad_(False)
+        self.register_buffer("squares", torch.ones(32))
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        t = self.teacher(x)
+        self.squares.mul_(0.9).add_(t.square().mean(0), alpha=0.1)
+        self.calls = self.calls + 1
+        return (self.student(x) - t * self.squares.rsqrt()).square().mean()
+
+
+def test_buffers_that_a_forward_writes():
+    model, x = Teacher(), torch.randn(8, 32)
+    model(x).backward()
+    before = [model.squares.clone(), model.calls]
+    mf.inspect(model, x, ["mxfp8"])
+    assert torch.equal(model.squares, before[0])
+    assert model.calls is before[1]
+    model(x).backward()
+
+
+def test_the_mode_of_a_module_in_two_others():
+    drop = nn.Dropout(0.5)
+    model = nn.Sequential(
+        nn.Sequential(drop, nn.Linear(32, 32)), nn.Sequential(drop, nn.Linear(32, 32))
+    )
+    drop.eval()
+    mf.inspect(model, torch.randn(8, 32), ["mxfp8"], loss=lambda m, x: m(x).square().mean())
+    assert not drop.training
+    assert model.training
 
 
 def test_training_goes_on_as_without_it():
@@ -547,10 +629,42 @@ def test_refusals_of_a_map(inspection):
         inspection.recipe_map(2)
     with pytest.raises(TypeError, match="expected a share from 0 to 1, got 'a'"):
         inspection.recipe_map("a")
-    with pytest.raises(ValueError, match="low: expected one of mxfp8, nvfp4, got mxfp4"):
+    with pytest.raises(ValueError, match=r"low: expected one of mxfp8, nvfp4, .*, got mxfp4"):
         inspection.recipe_map(0.5, "mxfp4")
-    with pytest.raises(ValueError, match="high: expected one of mxfp8, nvfp4, got fp8_rowwise"):
+    with pytest.raises(ValueError, match=r"high: expected one of mxfp8, nvfp4, .* fp8_rowwise"):
         inspection.recipe_map(0.5, "nvfp4", "fp8_rowwise")
+
+
+def test_a_map_of_layers_with_recipes_of_their_own():
+    """What a recipe does to a layer that was not inspected under it is not known."""
+    model = Two()
+    mf.quantize_(model, "*: mxfp8; down: nvfp4", keep="nothing")
+    found = mf.inspect(model, torch.randn(8, 32))
+    assert len(found.recipes) == 2
+    with pytest.raises(ValueError, match="low: expected a recipe, inspected in every layer"):
+        found.recipe_map(1.0, low="nvfp4", high="mxfp8")
+
+
+def test_a_map_of_one_layer():
+    layer, x = nn.Linear(64, 64), torch.randn(8, 64)
+    found = mf.inspect(layer, x, ["nvfp4"], loss=lambda m, x: m(x).square().mean())
+    assert found.recipe_map(0.0) == mf.RecipeMap("*: bf16")
+    assert found.recipe_map(1.0) == mf.RecipeMap("*: nvfp4")
+
+
+def test_a_map_of_modules_that_are_not_called():
+    """It names modules, also of experts, and leaves heads to mf.quantize_."""
+
+    class Model(Two):
+        def __init__(self):
+            super().__init__()
+            self.moe, self.lm_head = mf.MoE(32, 64, experts=4, top_k=2), nn.Linear(32, 300)
+
+    found = mf.inspect(Model(), torch.randn(8, 32), ["nvfp4"])
+    assert dict(found.skipped)["moe.experts"] == NOT_CALLED
+    text = found.recipe_map(1.0).text
+    assert text == "*: nvfp4; moe.experts: bf16"
+    assert dict(mf.quantize_(Model(), text).converted).keys() == {"up", "down"}
 
 
 def test_text_json_and_picture(inspection, tmp_path):

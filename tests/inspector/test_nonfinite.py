@@ -119,6 +119,42 @@ def test_experts():
     assert found_in(model) == "layers.1.moe.experts, w2 of fprop: 1 of 2048 values"
 
 
+class Mapped(nn.Linear):
+    """Returns its output by a name."""
+
+    def forward(self, x):
+        return {"h": super().forward(x)}
+
+
+class Attends(nn.Module):
+    """Modules that return several tensors, and one that attention reads without a call."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.attention = nn.Linear(16, 16), nn.MultiheadAttention(16, 2, batch_first=True)
+        self.mapped, self.lstm = Mapped(16, 16), nn.LSTM(16, 16, batch_first=True)
+        self.down = nn.Linear(16, 16)
+
+    def forward(self, x):
+        h = self.up(x)
+        h = self.mapped(self.attention(h, h, h)[0])["h"]
+        return self.down(self.lstm(h)[0]).square().mean()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["attention.in_proj_weight", "attention.out_proj.weight", "mapped.bias", "lstm.weight_hh_l0"],
+)
+def test_modules_that_return_several_tensors(name):
+    model, x = Attends(), torch.randn(2, 4, 16)
+    assert find_nonfinite(model, x, lambda m, x: m(x)) is None
+    with torch.no_grad():
+        model.get_parameter(name).view(-1)[3] = math.nan
+    found = str(find_nonfinite(model, x, lambda m, x: m(x)))
+    module, _, parameter = name.rpartition(".")
+    assert found.startswith(f"{module}, {parameter}"), found
+
+
 def test_nothing_is_left_behind(model):
     with torch.no_grad():
         model.layers[1].attention.wv.weight[2, 3] = math.nan

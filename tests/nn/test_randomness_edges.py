@@ -399,3 +399,15 @@ def test_training_with_evaluation_in_between_is_the_same(recipe, is_compiled):
             mf.step(model)
         results.append([*model.parameters(), *mf.training_state(model).values()])
     assert are_equal(*results)
+
+
+def test_a_model_that_was_restored_in_parts():
+    """Its random state goes with its layers: another recipe's state is that of a fresh model."""
+    model, fresh = (nn.Sequential(*(nn.Sequential(nn.Linear(64, 64)) for _ in "123")) for _ in "12")
+    mf.quantize_(model, "nvfp4", keep="nothing")
+    for part in model:
+        mf.restore_(part)
+    for each in (model, fresh):
+        mf.quantize_(each, "mxfp8", keep="nothing")
+    mf.load_training_state(fresh, mf.training_state(model))
+    assert mf.training_state(model) == {}

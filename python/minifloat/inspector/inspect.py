@@ -123,16 +123,15 @@ def inspect(
             call, g = calls.pop(0), gradients.pop(0)
             why = reason_against_call(call, g)
             if why is None and g is not None:
-                why_not.pop(call.module, None)
                 for product in products_of(call, layers[call.module], g):
+                    why_not.pop(call.module, None)
                     numbers.add(product)
                 if isinstance(call.module, Experts):
                     numbers.finish()  # few have equally many rows, and each keeps the whole weight
             elif call.module in why_not and why is not None:
                 why_not[call.module] = why
         numbers.finish()
-    for module, why in why_not.items():
-        skipped += [(layer.name, why) for layer in layers[module]]
+    skipped += [(layers[module][0].module, why) for module, why in why_not.items()]
     rows = rows_of([layer for each in layers.values() for layer in each], numbers)
     tokens = max(numbers.tokens.values(), default=0)
     heads = tuple(heads_of(model))
@@ -236,12 +235,17 @@ def statistic_names() -> tuple[str, ...]:
 
 
 def history_of(product: ProductMatrices, recipe: Recipe) -> Tensor:
-    """Returns the amax history that delayed scaling reads: the layer's, else of the matrices."""
+    """Returns the amax history that delayed scaling reads: the layer's, else of the matrices.
+
+    A layer has none of operands that its own recipe does not scale so.
+    """
     state = product.layer.state
-    if state is not None and state.amax_history is not None and state.amax_history.dim() == 2:
-        return state.amax_history.clone()
     amaxes = [getattr(product, READS[name][0]).abs().amax().float() for name in operand_names()]
-    return torch.stack([torch.stack(amaxes)] * 2, 1)
+    of_matrices = torch.stack([torch.stack(amaxes)] * 2, 1)
+    if state is None or state.amax_history is None or state.amax_history.dim() != 2:
+        return of_matrices
+    history = state.amax_history
+    return torch.where(history[:, :1] > 0, history, of_matrices[:, :1])
 
 
 def results_of(

@@ -87,7 +87,7 @@ class Inspection:
 
     Args:
         rows: a layer's rows follow each other, in the order of the model.
-        skipped: (name, reason) of weights that were not inspected.
+        skipped: (name, reason) of weights that were not inspected, or of a module that has them.
         heads: names of modules that mf.quantize_ keeps by its default policy.
         loss: of the batch.
         tokens: T, the rows of x that the loss is a mean over.
@@ -191,18 +191,23 @@ class Inspection:
 
         Raises:
             TypeError: `share` is no number, or `low` or `high` no str.
-            ValueError: `share` is out of range, or a recipe was not inspected.
+            ValueError: `share` is out of range, or a recipe was not inspected in every layer.
         """
         if not isinstance(share, (int, float)):
             raise TypeError(f"recipe_map: expected a share from 0 to 1, got {share!r}")
         if not 0 <= share <= 1:
             raise ValueError(f"recipe_map: expected a share from 0 to 1, got {share!r}")
         low, high = Recipe(low).text, Recipe(high).text
-        for name, recipe in (("low", low), ("high", high)):
-            if recipe not in self.recipes and (name == "low" or recipe != "bf16"):
-                expected = ", ".join(self.recipes) or "no recipe"
-                raise ValueError(f"recipe_map: {name}: expected one of {expected}, got {recipe}")
         modules = dict.fromkeys(row.module for row in self.rows if row.module not in self.heads)
+        pairs = {(row.module, row.recipe) for row in self.rows}
+        tried = [r for r in self.recipes if all((module, r) in pairs for module in modules)]
+        for name, recipe in (("low", low), ("high", high)):
+            if recipe not in tried and (name == "low" or recipe != "bf16"):
+                expected = f"one of {', '.join(tried)}" if tried else "a recipe"
+                raise ValueError(
+                    f"recipe_map: {name}: expected {expected}, inspected in every layer, "
+                    f"got {recipe}"
+                )
         harm, operations = dict.fromkeys(modules, 0.0), dict.fromkeys(modules, 0)
         for row in self.rows:
             if row.module in modules and row.recipe == low:
@@ -211,13 +216,16 @@ class Inspection:
             elif row.module in modules and row.recipe == high:
                 harm[row.module] -= row.loss_second
         room = (1 - share) * sum(operations.values()) * (1 + 1e-9)
-        kept = {name for name, reason in self.skipped if reason == NOT_CALLED}
+        skipped = [name for name, reason in self.skipped if reason == NOT_CALLED]
+        kept = {name for name in skipped if name not in self.heads}
         for name in sorted(modules, key=lambda n: harm_of(harm[n], operations[n]), reverse=True):
             if operations[name] <= room:
                 room -= operations[name]
                 kept.add(name)
-        names = [*modules, *(name for name, _ in self.skipped)]
-        return RecipeMap("; ".join([f"*: {low}", *(f"{n}: {high}" for n in names if n in kept)]))
+        if "" in kept:  # the model is one layer
+            return RecipeMap(f"*: {high}")
+        names = [name for name in [*modules, *skipped] if name in kept]
+        return RecipeMap("; ".join([f"*: {low}", *(f"{name}: {high}" for name in names)]))
 
 
 def harm_of(loss: float, operations: int) -> float:

@@ -84,8 +84,9 @@ class Call:
     Args:
         module: the module.
         inputs: its arguments, with those of keywords last.
-        output: what it returned.
-        edge: the place of the output in autograd's graph, before writes in place.
+        output: what it returned; of several tensors the first.
+        edge: the place of the output in autograd's graph, before writes in place; None: it has
+            none.
         dtype: of its products.
         is_cut: whether tensor parallelism cuts a parameter, which is a DTensor during the forward.
         versions: of the inputs, by which a write in place is noticed.
@@ -94,7 +95,7 @@ class Call:
     module: nn.Module
     inputs: tuple[Any, ...]
     output: Tensor
-    edge: GradientEdge
+    edge: GradientEdge | None
     dtype: torch.dtype
     is_cut: bool
     versions: tuple[int, ...]
@@ -181,8 +182,12 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
 
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Evaluates the model uncompiled inside, and adds no gradient to main_grad."""
+    """Evaluates the model uncompiled inside, and adds no gradient to main_grad.
+
+    Buffers that the forward writes get their values back.
+    """
     modes = [(module, module.training) for module in model.modules()]
+    buffers = [KeptBuffer.of(*place) for place in buffers_of(model)]
     sums = [(m, m.accumulate) for m in model.modules() if isinstance(m, Linear) and m.accumulate]
     with ExitStack() as undo:
         if (
@@ -192,10 +197,46 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for layer, accumulate in sums:
             undo.callback(setattr, layer, "accumulate", accumulate)
             layer.accumulate = ""
-        for module, mode in reversed(modes):  # callbacks run in the other order: parents first
-            undo.callback(module.train, mode)
+        undo.callback(put_back, modes, buffers)
         model.eval()
         yield
+
+
+class KeptBuffer(NamedTuple):
+    """A buffer of a module, and its values of before."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+    version: int
+    values: Tensor
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str, buffer: Tensor) -> KeptBuffer:
+        return cls(module, name, buffer, buffer._version, buffer.detach().clone())
+
+
+def buffers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """Yields (module, name, buffer) of the buffers that count their writes."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_inference():
+                yield module, name, buffer
+
+
+@torch.no_grad()
+def put_back(modes: Sequence[tuple[nn.Module, bool]], buffers: Sequence[KeptBuffer]) -> None:
+    """Puts modes and buffers back. A module's own train may do more than to set its mode."""
+    for module, mode in modes:
+        module.train(mode)
+    for module, mode in modes:  # of a module in two others, its own
+        module.training = mode
+    for module, name, buffer, version, values in buffers:
+        if buffer._version != version:
+            if buffer.requires_grad:  # the forward put it into its graph
+                buffer.detach_()
+            buffer.copy_(values)
+        module._buffers[name] = buffer
 
 
 class Run(NamedTuple):
@@ -205,7 +246,7 @@ class Run(NamedTuple):
         loss: of the batch.
         calls: in their order.
         gradients: of each call's output, then of other parameters. None: the loss does not depend
-            on it.
+            on it, or it needs none.
         unseen: module without a call -> why.
     """
 
@@ -264,24 +305,28 @@ def run(
 
     def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
         reads.called.remove(module)
-        is_value = isinstance(output, Tensor) and output.is_floating_point()
-        if not (is_forward and is_value):
+        values = [t for t in tree_leaves(output) if isinstance(t, Tensor)]
+        value = next((t for t in values if t.is_floating_point()), None)
+        if not is_forward or value is None:
             return None
         if not torch.is_grad_enabled():
             unseen[module] = reason_without_gradient()
             return None
         returned = None
-        if not output.requires_grad:  # of frozen parameters: no layer before needs a gradient
-            output = output.detach().requires_grad_()
-            returned = output.clone()  # which may be written to
-        calls.append(call_of(module, (*args, *kwargs.values()), output, module in cut))
+        # Of frozen parameters: no layer before needs a gradient.
+        if value is output and not output.requires_grad:
+            value = output.detach().requires_grad_()
+            returned = value.clone()  # which may be written to
+        calls.append(call_of(module, (*args, *kwargs.values()), value, module in cut))
         return returned
 
     with ExitStack() as undo:
         undo.enter_context(undisturbed(model))
         for module in modules:
             undo.callback(module.register_forward_pre_hook(begin).remove)
-            undo.callback(module.register_forward_hook(record, with_kwargs=True).remove)
+            # Before the user's hooks, which may return another output.
+            hook = module.register_forward_hook(record, prepend=True, with_kwargs=True)
+            undo.callback(hook.remove)
         undo.enter_context(KeptGenerators())
         with torch.enable_grad():
             with reads:
@@ -299,7 +344,8 @@ def call_of(module: nn.Module, inputs: tuple[Any, ...], output: Tensor, is_cut: 
     values = [x for x in inputs if isinstance(x, Tensor)]
     dtype = compute_dtype(values[0]) if values else output.dtype
     versions = tuple(x._version for x in values)
-    return Call(module, inputs, output, get_gradient_edge(output), dtype, is_cut, versions)
+    edge = get_gradient_edge(output) if output.requires_grad else None
+    return Call(module, inputs, output, edge, dtype, is_cut, versions)
 
 
 def require_loss(value: object) -> None:
@@ -319,11 +365,13 @@ def reason_without_gradient() -> str:
 
 
 def gradients_of(value: Tensor, wanted: Sequence[Any]) -> list[Tensor | None]:
-    """Returns the gradients of a loss; None of what it does not depend on."""
-    if not wanted or not value.requires_grad:
-        return [None] * len(wanted)
+    """Returns the gradients of a loss; None of None, and of what it does not depend on."""
+    places = [i for i, each in enumerate(wanted) if each is not None]
+    found: list[Tensor | None] = [None] * len(wanted)
+    if not places or not value.requires_grad:
+        return found
     try:
-        return list(torch.autograd.grad(value.sum(), wanted, allow_unused=True))
+        gradients = torch.autograd.grad(value.sum(), [wanted[i] for i in places], allow_unused=True)
     except RuntimeError as error:
         if "use_reentrant" not in str(error):
             raise
@@ -331,6 +379,9 @@ def gradients_of(value: Tensor, wanted: Sequence[Any]) -> list[Tensor | None]:
             "inspect: expected checkpoints that gradients of layers pass, got one with "
             "use_reentrant=True between the loss and a layer; pass it use_reentrant=False"
         ) from error
+    for i, gradient in zip(places, gradients):
+        found[i] = gradient
+    return found
 
 
 # ---- the products of a call ----------------------------------------------------------------------

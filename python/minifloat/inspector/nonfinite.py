@@ -1,6 +1,7 @@
 """Which module, and which of its tensors, has the first value that is not finite.
 
-    forward     in the order of calls: the input x, the weight W, the output y
+    forward     parameters of modules that are not called, then in the order of calls: the input x,
+                the weight W, the output y; of several tensors the first
     loss
     backward    in the other order: the gradient g of the output; then gradients of parameters
 
@@ -64,6 +65,11 @@ def find_nonfinite(
     owned = {n: p for n, p in model.named_parameters() if p.requires_grad and not is_distributed(p)}
     value, calls, gradients, _ = run(model, modules, batch, loss, also=list(owned.values()))
     found: list[tuple[str, Tensor | None]] = []
+    called = {call.module for call in calls}
+    for module in modules:  # that others read, as attention does its projections
+        if module not in called:
+            for parameter_name, parameter in module.named_parameters(recurse=False):
+                found.append((f"{display(names[module])}, {parameter_name}", parameter))
     for call in calls:
         is_layer = any(p.dim() > 1 for p in call.module.parameters(recurse=False))
         name, of = display(names[call.module]), " of fprop" if is_layer else ""

@@ -310,15 +310,13 @@ def share_random_state(
     for part in stages_in(root) or [root]:
         inner = set(part.modules())
         stochastic = [m for m in layers if m.recipe.is_stochastic and m in inner]
+        state = state_of(part)
+        if state is None and (unused := find_hook(part)) is not None:  # of layers restored in parts
+            for module in part.modules():
+                remove_hooks(module, [h for h in hooks_of(module) if h.state is not unused.state])
         if not stochastic:
             continue
-        state = state_of(part)
-        if state is None:
-            if (unused := find_hook(part)) is not None:
-                for module in part.modules():
-                    kept = [h for h in hooks_of(module) if h.state is not unused.state]
-                    remove_hooks(module, kept)
-            state = RngState(seed, data_parallel_rank)
+        state = state or RngState(seed, data_parallel_rank)
         add_hooks(part, state, stochastic)
         for layer in stochastic:
             draw_from(layer, state)
