@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, replace
 
 from minifloat.nn.convert.filters import DEFAULT_KEEP, KEEPS, POLICY, Keep
+from minifloat.recipe import RecipeMap
 
 NAME = re.compile(r"\s*([A-Za-z_][\w.+-]*)\s*=(.*)", re.DOTALL)
 THEN = " then="
@@ -68,4 +69,10 @@ def parse_entry(entry: str, seed: int) -> RunSpec:
     if not name:
         name = text if keep == DEFAULT_KEEP else f"{text} keep={keep}"
         name += f"{THEN}{then}" if then else ""
-    return RunSpec(name, text, seed, keep, then)  # type: ignore[arg-type]
+    spec = RunSpec(name, text, seed, keep, then)  # type: ignore[arg-type]
+    try:
+        for part in spec.parts:
+            RecipeMap(part.recipe)
+    except ValueError as error:
+        sys.exit(f"--recipes: {entry!r}: {error}")
+    return spec

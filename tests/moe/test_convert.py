@@ -340,6 +340,8 @@ def test_refuses_2d_blocks_of_rows_before_anything_is_converted(place):
     model = model_of(nn.Linear(D, D), mixture())
     with pytest.raises(ValueError, match=r"1\.experts: expected x/.* with blocks of one row"):
         mf.quantize_(model, recipe)
+    with pytest.raises(ValueError, match=r"moe\.experts: expected x/.* with blocks of one row"):
+        mf.MoE(D, D, experts=4, top_k=2, recipe=recipe)
     assert type(model[0]) is nn.Linear
     mf.quantize_(model, f"*: {recipe}; *.experts: mxfp8")
 

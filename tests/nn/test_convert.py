@@ -401,6 +401,8 @@ def test_primary_refuses_what_it_cannot_keep():
         ("fp8_delayed", "delayed"),
         ("fprop=nvfp4*nvfp4+sr dgrad=nvfp4*nvfp4 wgrad=nvfp4*nvfp4", "stochastic"),
         ("fprop=nvfp4*nvfp4 dgrad=bf16*bf16 wgrad=nvfp4*nvfp4", "high precision"),
+        ("fprop=mxfp4+rht*mxfp4+rht dgrad=mxfp4+rht*mxfp4+rht wgrad=bf16*bf16", "transforms"),
+        ("fprop=mxfp4+rht*mxfp4+rht dgrad=bf16*fprop.w wgrad=bf16*bf16", "transforms"),
     ]:
         with pytest.raises(ValueError, match=message):
             mf.quantize_(mlp(), recipe, primary=True)

@@ -25,9 +25,8 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from .._native import ops
-from ..moe.convert.experts import require_recipe
 from ..nn.convert.selection import already_converted
-from ..nn.grouped_product import GroupedProduct, ProductCall, Sharding
+from ..nn.grouped_product import GroupedProduct, ProductCall, Sharding, require_recipe
 from ..nn.linear import dequantize_parameters
 from ..nn.linear_state import needs_gradient
 from ..nn.names import PRODUCT

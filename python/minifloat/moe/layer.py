@@ -32,6 +32,7 @@ from ..nn.grouped_product import (
     local_of,
     matrix_of,
     product_of,
+    require_recipe,
 )
 from ..nn.linear import Linear, adopt
 from ..nn.registry import distributed_functions, is_distributed
@@ -277,6 +278,7 @@ class MoE(nn.Module):
 
     def _quantize(self, recipe: Recipe, name: str, seed: int) -> list[RecipeState]:
         """Gives the experts a recipe and a random state of their own; returns their states."""
+        require_recipe(f"{name}.experts", recipe)
         names, plan = self.experts.weight_names, distributed_functions.plan_experts(recipe)[0]
         products = add_products(self.experts, names, recipe, f"{name}.experts", gather_plan=plan)
         linears = {

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from .._native import ops
-from ..recipe import Recipe
+from ..recipe import Recipe, operand_names
+from ..spec import Spec
 from ..tensor.attributes import attributes_kept
 from ..tensor.quantized_tensor import QuantizedTensor
 from .cache.operand_cache import WeightCodes, weight_codes
@@ -220,6 +221,18 @@ def call_of(
     if product is None:
         return ProductCall()
     return product.prepare(getattr(module, name), x, is_row_major, needs_columnwise)
+
+
+def require_recipe(fqn: str, recipe: Recipe) -> None:
+    """Raises ValueError where x or g has 2D blocks, which the end of a group would cut."""
+    products = (recipe.fprop, recipe.dgrad, recipe.wgrad)
+    texts = [text for product in products for text in (product.a, product.b)]
+    for name, text in zip(operand_names(), texts):
+        if not name.startswith("w") and Spec.parse(text).block[0] > 1:
+            raise ValueError(
+                f"{fqn}: expected {name} with blocks of one row, which the end of an expert's rows "
+                f"cannot cut, got {text} ({recipe}); name another recipe for it, in a recipe map"
+            )
 
 
 def add_products(

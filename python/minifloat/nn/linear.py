@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ..checks import require_bool, require_int, require_text
 from ..recipe import FORWARD_W, Recipe
+from ..spec import Spec
 from ..tensor.attributes import attributes_of
 from ..tensor.directions import require_nearest
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -172,6 +173,8 @@ def reason_against_recipe(recipe: Recipe) -> str | None:
     specs = specs_of_weight(recipe)
     if "bf16" in specs:
         return f"{recipe} reads the weight in high precision"
+    if all(spec is None or Spec.parse(spec).transform for spec in specs):
+        return f"{recipe} transforms the weight, so no codes of it have its values"
     try:
         for spec in specs:
             if spec is not None:

@@ -21,7 +21,12 @@ from ...nn.convert.filters import Filters, require_used
 from ...nn.convert.foreign_code import code_of
 from ...nn.convert.reads import MISSING, hook_of
 from ...nn.convert.selection import already_converted
-from ...nn.grouped_product import GroupedProduct, add_products, remove_products
+from ...nn.grouped_product import (
+    GroupedProduct,
+    add_products,
+    remove_products,
+    require_recipe,
+)
 from ...nn.linear import (
     dequantize_parameters,
     make_primary,
@@ -30,8 +35,7 @@ from ...nn.linear import (
 from ...nn.names import clean_name, join, owners_of_parameters
 from ...nn.registry import Choice, Selection
 from ...nn.state.recipe_state import WEIGHT_DTYPES
-from ...recipe import Recipe, operand_names
-from ...spec import Spec
+from ...recipe import Recipe
 from ..layer import Experts
 from . import projections
 from .converted import (
@@ -180,19 +184,6 @@ def reason_against_codes(
 
 def products_of(module: nn.Module) -> Iterator[GroupedProduct]:
     return (child for child in module._modules.values() if isinstance(child, GroupedProduct))
-
-
-def require_recipe(fqn: str, recipe: Recipe) -> None:
-    """Raises ValueError where x or g has 2D blocks, which the end of a group would cut."""
-    products = (recipe.fprop, recipe.dgrad, recipe.wgrad)
-    texts = [text for product in products for text in (product.a, product.b)]
-    for name, text in zip(operand_names(), texts):
-        if not name.startswith("w") and Spec.parse(text).block[0] > 1:
-            raise ValueError(
-                f"quantize_: {fqn}: expected {name} with blocks of one row, which the end of an "
-                f"expert's rows cannot cut, got {text} ({recipe}); name another recipe for it in a "
-                "recipe map"
-            )
 
 
 def select(model: nn.Module, filters: Filters, experts: object, primary: bool) -> Selection:
