@@ -26,20 +26,28 @@ def convert_by_torchao(
     """Converts the linear layers of a model to torchao's FP8.
 
     Its recipes: tensorwise, rowwise, rowwise_with_gw_hp; and blockwise, its prototype of blocks of
-    128 with scales that are no powers of two. options: fields of its Float8LinearConfig that
-    replace the recipe's.
+    128 with scales that are no powers of two, for its values alone: its kernels are not tuned.
+    options: fields of its Float8LinearConfig that replace the recipe's.
     """
     if recipe == "blockwise":
-        from torchao.prototype.blockwise_fp8_training.linear import Float8BlockwiseLinearConfig
+        from torchao.prototype.blockwise_fp8_training import kernels, linear
         from torchao.quantization import quantize_
 
         quantize_(
             model,
-            Float8BlockwiseLinearConfig(),
+            linear.Float8BlockwiseLinearConfig(),
             filter_fn=lambda module, name: (
                 isinstance(module, nn.Linear) and is_converted(module, name)
             ),
         )
+        for module in model.modules():
+            if isinstance(module, linear.Float8BlockwiseLinear):
+                # torch 2.11 does not trace its product, and graph breaks inside take minutes.
+                forward: Any = torch.compiler.disable(module.forward)
+                module.forward = forward
+        for kernel in vars(kernels).values():  # trying 45 choices a shape takes minutes too
+            if hasattr(kernel, "configs"):
+                kernel.configs = kernel.configs[:1]
         return model
     from dataclasses import replace
 
