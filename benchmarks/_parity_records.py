@@ -226,14 +226,19 @@ def end_table(records: list[Record]) -> str:
 
 
 def print_tables(records: list[Record]) -> None:
+    """Prints the tables that have rows; of variants, where what they are compared with has run."""
     for key in ("val", "average", "loss"):
         losses = losses_of(records, key)
         print(f"{key}; bf16 over seeds: {noise(losses.get(BF16, {}))}\n{table(losses)}\n")
-        variants = {name: runs for name, runs in losses.items() if is_variant(name)}
-        print(f"{key}; variants of nvfp4\n{table(variants, NVFP4)}\n")
-        maps = {name: runs for name, runs in losses.items() if name.startswith(MAPS)}
-        print(f"{key}; layers kept in bf16\n{table(maps, BY_POSITION)}\n")
-    print(f"{end_table(records)}\n\n{speed_table(records)}\n")
+        if NVFP4 in losses:
+            variants = {name: runs for name, runs in losses.items() if is_variant(name)}
+            print(f"{key}; variants of nvfp4\n{table(variants, NVFP4)}\n")
+        if BY_POSITION in losses:
+            maps = {name: runs for name, runs in losses.items() if name.startswith(MAPS)}
+            print(f"{key}; layers kept in bf16\n{table(maps, BY_POSITION)}\n")
+    for text in (end_table(records), speed_table(records)):
+        if text.count("\n") > 1:  # a title and a rule
+            print(f"{text}\n")
     base = {record["seed"]: record for record in records if record["name"] == BF16}
     print("| run | GPU | tokens/s | peak GiB | seconds | sampling error of the gap |")
     print("|---|---|---|---|---|---|")
@@ -249,8 +254,15 @@ def print_tables(records: list[Record]) -> None:
 
 
 # ---- Curves --------------------------------------------------------------------------------------
-def draw_images(records: list[Record], folder: Path) -> None:
-    """Draws parity.png, of the recipes, and parity_nvfp4.png, of nvfp4's variants."""
+def draw_images(records: list[Record], trial: str, folder: Path) -> None:
+    """Draws parity.png, of the recipes, and parity_nvfp4.png, of nvfp4's variants.
+
+    Of a trial with a name it draws parity_NAME.png, of all runs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if trial:
+        draw_curves(records, BF16, folder / f"parity_{trial}.png")
+        return
     both = (BF16, NVFP4)
     recipes = [r for r in records if r["name"] in both or not is_variant(r["name"])]
     variants = [r for r in records if r["name"] in both or is_variant(r["name"])]

@@ -19,7 +19,7 @@ runs of one seed differ by the recipe, and by what another GPU or library change
 
 Entries are those of _entries.py, `RECIPE then=OTHER` among them: OTHER is the recipe of the
 last 15% of the steps, or of the last 5% by `RECIPE then=OTHER last=5%`. Entries that follow each
-other with the same RECIPE, the longest last part first, share the first steps: they run once.
+other with the same RECIPE, the longest last part first, share the steps before: they run once.
 
 An entry `RECIPE wire=SPEC` passes gradients through the wire format of quantize_gradients_, as
 four ranks would send them: each has a quarter of the batch. Compare it with `RECIPE wire=bf16`.
@@ -44,7 +44,7 @@ import sys
 import time
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
@@ -56,6 +56,14 @@ from _parity_wire import WIRE
 
 DENSE = "dense"  # the trial whose records are in RESULTS itself
 LAST = re.compile(r"(.*\S) last=(\d+)%")
+
+
+class Part(NamedTuple):
+    """Steps under one recipe: which, the last of them, and the spec of their gradients."""
+
+    spec: RunSpec
+    end: int
+    wire: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,17 +93,17 @@ class Plan:
             name += f"{THEN}{spec.then}" + (f" last={percent}%" if percent else "")
         return cls(replace(spec, name=first), name, wire, int(percent) or cls.percent)
 
-    def parts(self, trial: Trial) -> tuple[RunSpec, int, RunSpec] | None:
-        """Returns the first part, its last step, and the other part; None: there is one part."""
-        last = self.spec.parts[-1]
-        if trial.bf16_steps:
-            if self.spec.then:
-                sys.exit(f"--trial: expected entries without{THEN}after steps in bf16")
-            return RunSpec(BF16, BF16, last.seed), trial.bf16_steps, last
-        if not self.spec.then:
-            return None
-        end = min(round((100 - self.percent) * trial.steps / 100), trial.steps - 1)
-        return self.spec.parts[0], end, replace(last, name=self.spec.then)
+    def parts(self, trial: Trial) -> list[Part]:
+        """Returns the parts that follow each other, of which runs share all but the last."""
+        *firsts, last = self.spec.parts
+        found = [Part(RunSpec(BF16, BF16, last.seed), trial.bf16_steps)] if trial.bf16_steps else []
+        for first in firsts:
+            end = min(round((100 - self.percent) * trial.steps / 100), trial.steps - 1)
+            if end <= trial.bf16_steps:
+                sys.exit(f"--trial: expected a last part of less than {self.percent}% of the steps")
+            found.append(Part(first, end, self.wire))
+            last = replace(last, name=self.spec.then)
+        return [*found, Part(last, trial.steps, self.wire)]
 
     @property
     def recipe(self) -> str:
@@ -145,9 +153,7 @@ class Trainer:
         )
         self.text = Text(Windows(tokens.train, trial), Windows(tokens.validation, trial))
         self.fingerprint = tokens.fingerprint
-        # The run of first steps that runs share, and what it depends on.
-        self.shared: Run | None = None
-        self.shared_key: tuple[object, ...] = ()
+        self.shared: dict[tuple[object, ...], Run] = {}  # of first parts, by what they depend on
 
     def said(self, plan: Plan) -> dict[str, Any]:
         """Returns what a record says of its run."""
@@ -183,31 +189,61 @@ class Trainer:
 
         One that has not is the run of the first steps, or of the last.
         """
-        steps, parts = self.trial.steps, plan.parts(self.trial)
-        if parts is None:
-            run = self.new_run(plan.spec, plan.wire, state)
-            return run, run.train_to(steps, self.deadline)
-        first, end, last = parts
-        if state and len(state["losses"]) > end:
-            run = self.new_run(last, plan.wire, state)
-            return run, run.train_to(steps, self.deadline)
-        name = first.name if first.name.startswith(TORCHAO_PREFIX) else ""
-        wire = "" if self.trial.bf16_steps else plan.wire
-        # Steps in bf16 are left to other commands, since they have other bits a second time.
-        kept = self.out / f"first_steps_seed_{first.seed}.pt" if self.trial.bf16_steps else None
-        key = (name, first.recipe, first.keep, first.seed, wire)
-        if state or self.shared is None or self.shared_key != key or len(self.shared.losses) > end:
-            self.shared_key = key
-            if kept is not None and not state:
-                state = load_state(kept, self.trial.device)
-            self.shared = self.new_run(first, wire, state)
-        if not self.shared.train_to(end, self.deadline):
-            return self.shared, False
-        if kept is not None and not kept.exists():
-            save_state(kept, self.shared.state())
-        run = self.new_run(last, plan.wire, {})
-        run.take_over(self.shared)
-        return run, run.train_to(steps, self.deadline)
+        *firsts, last = plan.parts(self.trial)
+        before: Run | None = None
+        known, self.shared = self.shared, {}
+        key: tuple[object, ...] = ()
+        for part in firsts:
+            own_key, key = (*key, self.key_of(part)), (*key, self.key_of(part), part.end)
+            if own_key in known:
+                self.shared[own_key] = known[own_key]
+            if state and len(state["losses"]) > part.end:
+                continue  # it is of a later part
+            run = self.shared_run(own_key, part, state, before)
+            if not run.train_to(part.end, self.deadline):
+                return run, False
+            if (path := self.path_of_first(part)) is not None and not path.exists():
+                save_state(path, run.state())
+            before, state = run, {}
+        run = self.new_run(last.spec, last.wire, state)
+        if before is not None:
+            run.take_over(before)
+        return run, run.train_to(last.end, self.deadline)
+
+    def shared_run(
+        self, key: tuple[object, ...], part: Part, state: dict[str, Any], before: Run | None
+    ) -> Run:
+        """Returns the run of a part that plans share, at a step of it.
+
+        Args:
+            key: what it depends on.
+            part: the part.
+            state: from which it goes on; empty: from that of first steps, or from `before`.
+            before: the run of the part before; None: there is none.
+        """
+        run = self.shared.get(key)
+        if state or run is None or len(run.losses) > part.end:
+            path = self.path_of_first(part)
+            if path is not None and not state:
+                state = load_state(path, self.trial.device)
+            run = self.shared[key] = self.new_run(part.spec, part.wire, state)
+            if before is not None and not state:
+                run.take_over(before)
+        return run
+
+    def key_of(self, part: Part) -> tuple[object, ...]:
+        """Returns what a part depends on besides those before it and its last step."""
+        spec = part.spec
+        name = spec.name if spec.name.startswith(TORCHAO_PREFIX) else ""
+        return (name, spec.recipe, spec.keep, spec.seed, part.wire)
+
+    def path_of_first(self, part: Part) -> Path | None:
+        """Returns where the state after first steps in bf16 is; None: the part is another.
+
+        It is left to other commands, since the steps have other bits a second time.
+        """
+        is_first = part.end == self.trial.bf16_steps
+        return self.out / f"first_steps_seed_{part.spec.seed}.pt" if is_first else None
 
     def train(self, plan: Plan) -> bool:
         """Trains a run and writes its record, or at the deadline its state: then returns False."""
@@ -280,7 +316,7 @@ def main() -> int:
     records = records_in(folders)
     print_tables(records)
     if arguments.plot:
-        draw_images(records, arguments.plot)
+        draw_images(records, folder, arguments.plot)
     return 0
 
 

@@ -249,6 +249,22 @@ def test_first_steps_in_bf16_are_those_of_all_recipes(small, stops):
     assert list(found["bf16"]["evaluations"]) == ["4", "8", "12", "16", "20"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [[], [5, 14, 16]])
+def test_last_parts_after_first_steps_in_bf16(small, stops):
+    """Runs share the steps before each of their parts."""
+    entries = "mxfp8", "mxfp8 then=bf16 last=40%", "mxfp8 then=nvfp4 last=20%", "bf16"
+    found = small(20, *entries, stops=stops, bf16_steps=8)
+    plain, long, short, bf16 = (found[name] for name in entries)
+    assert plain["loss"][:8] == bf16["loss"][:8]
+    assert plain["loss"][8:] != bf16["loss"][8:]
+    for run, end in ((long, 12), (short, 16)):
+        assert run["loss"][:end] == plain["loss"][:end]
+        assert run["loss"][end:] != plain["loss"][end:]
+    assert long["loss"][12:] != bf16["loss"][12:]
+    assert (short["then"], short["percent"]) == ("nvfp4", 20)
+
+
 def test_first_steps_are_compared(parity, tmp_path):
     trial = {"steps": 3, "bf16_steps": 2}
     for name, losses in (("bf16", [3.0, 2.0, 1.0]), ("mxfp8", [3.0, 2.0, 0.0])):
@@ -258,8 +274,8 @@ def test_first_steps_are_compared(parity, tmp_path):
     parity.write_record(tmp_path / "nvfp4_seed_1.jsonl.xz", record | {"loss": [3.0, 1.0, 0.0]})
     with pytest.raises(SystemExit, match="expected the first 2 losses of bf16, got others"):
         parity.records_in([tmp_path])
-    with pytest.raises(SystemExit, match="expected entries without"):
-        parity.Plan.parse("nvfp4 then=bf16", 1).parts(parity.Trial(bf16_steps=2))
+    with pytest.raises(SystemExit, match="expected a last part of less than 70% of the steps"):
+        parity.Plan.parse("nvfp4 then=bf16 last=70%", 1).parts(parity.Trial(bf16_steps=1000))
 
 
 def test_a_text_that_is_too_short_is_read_again_in_another_order(parity):
