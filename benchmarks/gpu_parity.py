@@ -291,7 +291,7 @@ def main() -> int:
     parser.add_argument(
         "--recipes",
         default=BF16,
-        help="PRESET[ keep=POLICY][ wire=SPEC][ then=RECIPE[ last=5%]], torchao_…",
+        help="PRESET[ keep=POLICY][ wire=SPEC][ then=RECIPE[ last=5%%]], torchao_…",
     )
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME=TEXT")
     parser.add_argument("--seeds", default="1,2,3", help="of weights and order")

@@ -129,7 +129,7 @@ WISHES: tuple[tuple[str, tuple[tuple[int, int], ...], tuple[Wish, ...]], ...] = 
             Wish("A scale a token and feature: outliers", "fp8_rowwise"),
             Wish("Least memory", "mxfp4"),
             Wish("Blackwell's MXFP8, for its numerics", "mxfp8"),
-            Wish("NVIDIA's NVFP4, with the least loss in FP4", **LEAST_LOSS_IN_FP4),
+            Wish("NVIDIA's NVFP4, with little loss", **LEAST_LOSS_IN_FP4),
         ),
     ),
     (
