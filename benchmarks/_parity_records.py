@@ -122,12 +122,17 @@ def training_seconds(record: Record) -> float:
 
 
 def runs_on_one_gpu(records: list[Record]) -> dict[str, list[tuple[Record, Record]]]:
-    """Returns each recipe's runs alone on bf16's kind of GPU, each with bf16's of the same seed."""
+    """Returns each recipe's runs alone on bf16's kind of GPU, each with bf16's of the same seed.
+
+    Runs under several recipes have no speed of their own.
+    """
     base = {record["seed"]: record for record in records if record["name"] == BF16}
     pairs: dict[str, list[tuple[Record, Record]]] = {}
     for record in records:
         other = base.get(record["seed"])
-        if other and other["device"] == record["device"] and not record.get("shares_gpu"):
+        if record.get("shares_gpu") or "then" in record or "bf16_steps" in record["trial"]:
+            continue
+        if other and other["device"] == record["device"]:
             pairs.setdefault(record["name"], []).append((record, other))
     return pairs
 
@@ -214,6 +219,8 @@ def end_table(records: list[Record]) -> str:
         if "then" not in record or base is None:
             continue
         begin = round((100 - record["percent"]) * len(record["loss"]) / 100)
+        if begin < LAST:
+            continue
         before, end = gaps_around(record, base, begin)
         values: list[float | None] = [before, end, end - before, None]
         if plain is not None:

@@ -28,7 +28,9 @@ A run that has ended leaves OUT/NAME_seed_SEED.jsonl.xz: what was run, the loss 
 norm of each step, evaluations, and the loss of each part of the validation text. A run with such a
 file in OUT or among the trial's records is not trained again: research/parity has those of dense,
 and a folder for each other trial. After --limit seconds the run at hand leaves its state,
-OUT/NAME_seed_SEED.pt, from which the same command goes on to the same bits. Without --data the
+OUT/NAME_seed_SEED.pt, from which the same command goes on to the same bits. The state after steps
+that runs share is OUT/steps_END_seed_SEED_HASH.pt, from which other commands go on too, since a
+second training has other bits on a GPU: start them when it is there. Without --data the
 tables of all records are printed; --plot FOLDER draws their curves. Several runs may share a GPU
 by tools/with_mps.sh: their records say so, and their speed is in no table.
 """
@@ -37,6 +39,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import hashlib
 import math
 import os
 import re
@@ -55,7 +58,7 @@ from _parity_tokens import load_tokens
 from _parity_wire import WIRE
 
 DENSE = "dense"  # the trial whose records are in RESULTS itself
-LAST = re.compile(r"(.*\S) last=(\d+)%")
+LAST = re.compile(r"(.*\S) last=([1-9]\d?)%")
 
 
 class Part(NamedTuple):
@@ -81,7 +84,7 @@ class Plan:
 
         RECIPE may be a torchao run's name. A name that an entry gives is the whole name of its run.
         """
-        text, then, other = entry.partition(THEN)
+        text, then, other = " ".join(entry.split()).partition(THEN)
         text, _, wire = text.partition(WIRE)
         is_named = bool(split_name(text)[0])
         text = f"{text}={BF16}" if text.startswith(TORCHAO_PREFIX) else text
@@ -96,6 +99,8 @@ class Plan:
     def parts(self, trial: Trial) -> list[Part]:
         """Returns the parts that follow each other, of which runs share all but the last."""
         *firsts, last = self.spec.parts
+        if trial.bf16_steps >= trial.steps:
+            sys.exit(f"--steps: expected more than {trial.bf16_steps}, got {trial.steps}")
         found = [Part(RunSpec(BF16, BF16, last.seed), trial.bf16_steps)] if trial.bf16_steps else []
         for first in firsts:
             end = min(round((100 - self.percent) * trial.steps / 100), trial.steps - 1)
@@ -130,7 +135,7 @@ def load_state(path: Path, device: str) -> dict[str, Any]:
 def save_state(path: Path, state: dict[str, Any]) -> None:
     """Writes a state under its name when it is whole: another command may wait for it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
+    partial = path.with_suffix(f".{os.getpid()}")
     torch.save(state, partial)
     partial.replace(path)
 
@@ -184,52 +189,76 @@ class Trainer:
             run.load(state)
         return run
 
-    def train_steps(self, plan: Plan, state: dict[str, Any]) -> tuple[Run, bool]:
-        """Trains the steps that are left of a run. Returns it, and whether it has ended.
+    def train_steps(self, plan: Plan, state: dict[str, Any]) -> tuple[Run, int, bool]:
+        """Trains the steps that are left of a run.
 
-        One that has not is the run of the first steps, or of the last.
+        Returns:
+            The run of the part at hand, which part that is, and whether the last one has ended.
         """
         *firsts, last = plan.parts(self.trial)
         before: Run | None = None
         known, self.shared = self.shared, {}
-        key: tuple[object, ...] = ()
-        for part in firsts:
-            own_key, key = (*key, self.key_of(part)), (*key, self.key_of(part), part.end)
-            if own_key in known:
-                self.shared[own_key] = known[own_key]
-            if state and len(state["losses"]) > part.end:
-                continue  # it is of a later part
-            run = self.shared_run(own_key, part, state, before)
+        key: tuple[object, ...] = (
+            f"{self.trial.said}",
+            self.fingerprint,
+            str(torch.__version__),
+        )
+        for i, part in enumerate(firsts):
+            key = (*key, self.key_of(part), part.end)
+            if state.get("part", 0) > i:
+                continue
+            run = self.shared_run(key, part, known, state, before)
+            begin = len(run.losses)
             if not run.train_to(part.end, self.deadline):
-                return run, False
-            if (path := self.path_of_first(part)) is not None and not path.exists():
-                save_state(path, run.state())
+                return run, i, False
+            if begin < part.end:
+                self.keep(key, part, run)
             before, state = run, {}
+        known.clear()
         run = self.new_run(last.spec, last.wire, state)
         if before is not None:
             run.take_over(before)
-        return run, run.train_to(last.end, self.deadline)
+        return run, len(firsts), run.train_to(last.end, self.deadline)
 
     def shared_run(
-        self, key: tuple[object, ...], part: Part, state: dict[str, Any], before: Run | None
+        self,
+        key: tuple[object, ...],
+        part: Part,
+        known: dict[tuple[object, ...], Run],
+        state: dict[str, Any],
+        before: Run | None,
     ) -> Run:
         """Returns the run of a part that plans share, at a step of it.
 
         Args:
-            key: what it depends on.
+            key: what it depends on; its last entry is its last step.
             part: the part.
-            state: from which it goes on; empty: from that of first steps, or from `before`.
+            known: runs by what they depend on but for their last step.
+            state: from which it goes on, where no command has trained the part; empty: from
+                `before`.
             before: the run of the part before; None: there is none.
         """
-        run = self.shared.get(key)
-        if state or run is None or len(run.losses) > part.end:
-            path = self.path_of_first(part)
-            if path is not None and not state:
-                state = load_state(path, self.trial.device)
-            run = self.shared[key] = self.new_run(part.spec, part.wire, state)
-            if before is not None and not state:
-                run.take_over(before)
+        run = known.get(key[:-1])
+        if run is None or len(run.losses) != part.end:
+            if kept := load_state(self.path_of(key, part), self.trial.device):
+                state, run = kept, None
+            if state or run is None or len(run.losses) > part.end:
+                run = self.new_run(part.spec, part.wire, state)
+                if before is not None and not state:
+                    run.take_over(before)
+        self.shared[key[:-1]] = run
         return run
+
+    def keep(self, key: tuple[object, ...], part: Part, run: Run) -> None:
+        """Saves the state after a shared part; where another command was first, loads that one's.
+
+        A second training has other bits.
+        """
+        path = self.path_of(key, part)
+        if state := load_state(path, self.trial.device):
+            run.load(state)
+        else:
+            save_state(path, run.state())
 
     def key_of(self, part: Part) -> tuple[object, ...]:
         """Returns what a part depends on besides those before it and its last step."""
@@ -237,22 +266,20 @@ class Trainer:
         name = spec.name if spec.name.startswith(TORCHAO_PREFIX) else ""
         return (name, spec.recipe, spec.keep, spec.seed, part.wire)
 
-    def path_of_first(self, part: Part) -> Path | None:
-        """Returns where the state after first steps in bf16 is; None: the part is another.
-
-        It is left to other commands, since the steps have other bits a second time.
-        """
-        is_first = part.end == self.trial.bf16_steps
-        return self.out / f"first_steps_seed_{part.spec.seed}.pt" if is_first else None
+    def path_of(self, key: tuple[object, ...], part: Part) -> Path:
+        """Returns where the state at the end of a shared part is."""
+        number = hashlib.sha256(repr(key).encode()).hexdigest()[:12]
+        return self.out / f"steps_{part.end}_seed_{part.spec.seed}_{number}.pt"
 
     def train(self, plan: Plan) -> bool:
         """Trains a run and writes its record, or at the deadline its state: then returns False."""
         start, state = time.perf_counter(), self.read_state(plan)
         path = self.out / plan.state_name
-        run, has_ended = self.train_steps(plan, state)
+        run, part, has_ended = self.train_steps(plan, state)
         seconds = time.perf_counter() - start + state.get("seconds", 0.0)
         if not has_ended:
-            save_state(path, run.state() | {"said": self.said(plan), "seconds": seconds})
+            said = {"said": self.said(plan), "seconds": seconds, "part": part}
+            save_state(path, run.state() | said)
             print(f"{plan.name}, seed {plan.spec.seed}: step {len(run.losses)}, state in {path}")
             return False
         device = torch.cuda.get_device_name() if self.trial.device == "cuda" else "cpu"
@@ -269,6 +296,8 @@ def train_runs(
     plans: list[Plan], trial: Trial, data: Path, folders: list[Path], limit: float
 ) -> None:
     """Trains the runs that have no record in `folders` for `limit` seconds; writes to the last."""
+    for plan in plans:
+        plan.parts(trial)  # ends the program where a plan has none
     missing = [p for p in plans if not any((f / p.file_name).exists() for f in folders)]
     if not missing:
         return

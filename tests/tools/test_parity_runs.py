@@ -174,7 +174,7 @@ def small(parity, tmp_path, monkeypatch):
                 parity.Run, "train_to", lambda *run_to, at=stop: stopped(train_to, at, *run_to)
             )
             parity.train_runs(plans, trial, tmp_path, [out], limit=math.inf)
-            states = [path for path in out.glob("*.pt") if "first_steps" not in path.name]
+            states = [path for path in out.glob("*.pt") if not path.name.startswith("steps_")]
             assert bool(states) == (stop != math.inf)
         return {record["name"]: record for record in parity.records_in([out])}
 
@@ -250,10 +250,11 @@ def test_first_steps_in_bf16_are_those_of_all_recipes(small, stops):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stops", [[], [5, 14, 16]])
+@pytest.mark.parametrize("stops", [[], [5, 14, 16], [8, 12, 16]])
 def test_last_parts_after_first_steps_in_bf16(small, stops):
     """Runs share the steps before each of their parts."""
-    entries = "mxfp8", "mxfp8 then=bf16 last=40%", "mxfp8 then=nvfp4 last=20%", "bf16"
+    first = "nvfp4 keep=nothing"  # with a random state
+    entries = first, f"{first} then=bf16 last=40%", f"{first} then=mxfp8 last=20%", "bf16"
     found = small(20, *entries, stops=stops, bf16_steps=8)
     plain, long, short, bf16 = (found[name] for name in entries)
     assert plain["loss"][:8] == bf16["loss"][:8]
@@ -262,7 +263,27 @@ def test_last_parts_after_first_steps_in_bf16(small, stops):
         assert run["loss"][:end] == plain["loss"][:end]
         assert run["loss"][end:] != plain["loss"][end:]
     assert long["loss"][12:] != bf16["loss"][12:]
-    assert (short["then"], short["percent"]) == ("nvfp4", 20)
+    assert (short["then"], short["percent"]) == ("mxfp8", 20)
+
+
+@pytest.mark.slow
+def test_a_command_takes_what_another_has_trained(parity, small, monkeypatch):
+    """It begins while the other trains the same first steps, which have other bits there."""
+    (want,) = small(20, "mxfp8", bf16_steps=8).values()
+    keep, states = parity.Trainer.keep, []
+
+    def keep_late(trainer, key, part, run):
+        keep(trainer, key, part, run)
+        if not states:  # as if this command's own bits were others
+            states.append(trainer.path_of(key, part))
+            with torch.no_grad():
+                run.model.output.weight.add_(1)
+            keep(trainer, key, part, run)
+
+    monkeypatch.setattr(parity.Trainer, "keep", keep_late)
+    (found,) = small(20, "mxfp8", stops=(17,), bf16_steps=8).values()
+    assert states[0].exists()
+    assert found["loss"] == want["loss"]
 
 
 def test_first_steps_are_compared(parity, tmp_path):
@@ -275,7 +296,9 @@ def test_first_steps_are_compared(parity, tmp_path):
     with pytest.raises(SystemExit, match="expected the first 2 losses of bf16, got others"):
         parity.records_in([tmp_path])
     with pytest.raises(SystemExit, match="expected a last part of less than 70% of the steps"):
-        parity.Plan.parse("nvfp4 then=bf16 last=70%", 1).parts(parity.Trial(bf16_steps=1000))
+        parity.Plan.parse("nvfp4 then=bf16  last=70% ", 1).parts(parity.Trial(bf16_steps=1000))
+    with pytest.raises(SystemExit, match="steps: expected more than 1000, got 500"):
+        parity.Plan.parse("nvfp4", 1).parts(parity.Trial(steps=500, bf16_steps=1000))
 
 
 def test_a_text_that_is_too_short_is_read_again_in_another_order(parity):
