@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
 import sys
@@ -207,13 +206,6 @@ class Run:
         self.parts: list[float] = []  # of the last evaluation
         self.batches = text.train.batches_of(spec.seed, trial.steps)
         self.memory, self.clock = PeakMemory(trial.device), Clock(trial)
-
-    def take_over(self, other: Run) -> None:
-        """Goes on from where another run of the same weights stands, which stays as it is.
-
-        The state of its recipe stays behind.
-        """
-        self.load(copy.deepcopy(other.state()) | {"training": {}})
 
     def loss(self, windows: Windows, rows_B: Tensor) -> Tensor:
         """Computes the mean loss of a batch, in nats a token."""

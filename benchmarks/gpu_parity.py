@@ -158,7 +158,6 @@ class Trainer:
         )
         self.text = Text(Windows(tokens.train, trial), Windows(tokens.validation, trial))
         self.fingerprint = tokens.fingerprint
-        self.shared: dict[tuple[object, ...], Run] = {}  # of first parts, by what they depend on
 
     def said(self, plan: Plan) -> dict[str, Any]:
         """Returns what a record says of its run."""
@@ -183,10 +182,13 @@ class Trainer:
             sys.exit(f"{path}: expected a state of {self.said(plan)}, got one of {state['said']}")
         return state
 
-    def new_run(self, spec: RunSpec, wire: str, state: dict[str, Any]) -> Run:
-        run = Run(spec, self.trial, self.text, wire)
+    def new_run(self, part: Part, state: dict[str, Any], before: dict[str, Any]) -> Run:
+        """Returns the run of a part, at a state of it, else after the part before."""
+        run = Run(part.spec, self.trial, self.text, part.wire)
         if state:
             run.load(state)
+        elif before:
+            run.load(before | {"training": {}})  # the state of that part's recipe stays behind
         return run
 
     def train_steps(self, plan: Plan, state: dict[str, Any]) -> tuple[Run, int, bool]:
@@ -196,69 +198,23 @@ class Trainer:
             The run of the part at hand, which part that is, and whether the last one has ended.
         """
         *firsts, last = plan.parts(self.trial)
-        before: Run | None = None
-        known, self.shared = self.shared, {}
-        key: tuple[object, ...] = (
-            f"{self.trial.said}",
-            self.fingerprint,
-            str(torch.__version__),
-        )
+        before: dict[str, Any] = {}
+        key = f"{self.trial.said} {self.fingerprint} {torch.__version__}"
         for i, part in enumerate(firsts):
-            key = (*key, self.key_of(part), part.end)
-            if state.get("part", 0) > i:
-                continue
-            run = self.shared_run(key, part, known, state, before)
-            begin = len(run.losses)
-            if not run.train_to(part.end, self.deadline):
-                return run, i, False
-            if begin < part.end:
-                self.keep(key, part, run)
-            before, state = run, {}
-        known.clear()
-        run = self.new_run(last.spec, last.wire, state)
-        if before is not None:
-            run.take_over(before)
+            key = f"{key} {self.key_of(part)}"
+            if state.get("part", 0) <= i:
+                shared = self.read_shared(key, part)
+                state = max(state, shared, key=lambda each: len(each.get("losses", ())))
+                if not state or len(state["losses"]) < part.end:
+                    run = self.new_run(part, state, before)
+                    if not run.train_to(part.end, self.deadline):
+                        return run, i, False
+                    state = self.keep_shared(key, part, run)
+                before, state = state, {}
+            key = f"{key} {part.end}"
+        run = self.new_run(last, state, before)
+        del before
         return run, len(firsts), run.train_to(last.end, self.deadline)
-
-    def shared_run(
-        self,
-        key: tuple[object, ...],
-        part: Part,
-        known: dict[tuple[object, ...], Run],
-        state: dict[str, Any],
-        before: Run | None,
-    ) -> Run:
-        """Returns the run of a part that plans share, at a step of it.
-
-        Args:
-            key: what it depends on; its last entry is its last step.
-            part: the part.
-            known: runs by what they depend on but for their last step.
-            state: from which it goes on, where no command has trained the part; empty: from
-                `before`.
-            before: the run of the part before; None: there is none.
-        """
-        run = known.get(key[:-1])
-        if run is None or len(run.losses) != part.end:
-            if kept := load_state(self.path_of(key, part), self.trial.device):
-                state, run = kept, None
-            if state or run is None or len(run.losses) > part.end:
-                run = self.new_run(part.spec, part.wire, state)
-                if before is not None and not state:
-                    run.take_over(before)
-        self.shared[key[:-1]] = run
-        return run
-
-    def keep(self, key: tuple[object, ...], part: Part, run: Run) -> None:
-        """Saves the state after a shared part; where another command was first, loads that one's.
-
-        A second training has other bits.
-        """
-        path = self.path_of(key, part)
-        if state := load_state(path, self.trial.device):
-            run.load(state)
-        else:
-            save_state(path, run.state())
 
     def key_of(self, part: Part) -> tuple[object, ...]:
         """Returns what a part depends on besides those before it and its last step."""
@@ -266,10 +222,28 @@ class Trainer:
         name = spec.name if spec.name.startswith(TORCHAO_PREFIX) else ""
         return (name, spec.recipe, spec.keep, spec.seed, part.wire)
 
-    def path_of(self, key: tuple[object, ...], part: Part) -> Path:
-        """Returns where the state at the end of a shared part is."""
-        number = hashlib.sha256(repr(key).encode()).hexdigest()[:12]
-        return self.out / f"steps_{part.end}_seed_{part.spec.seed}_{number}.pt"
+    def shared_path(self, key: str, part: Part, step: int | str) -> Path:
+        """Returns where the state after a step of a shared part is."""
+        number = hashlib.sha256(key.encode()).hexdigest()[:12]
+        return self.out / f"steps_{step}_seed_{part.spec.seed}_{number}.pt"
+
+    def read_shared(self, key: str, part: Part) -> dict[str, Any]:
+        """Returns the last state of a shared part that a command has kept; empty: none."""
+        paths = self.out.glob(self.shared_path(key, part, "*").name)
+        steps = [int(path.name.split("_")[1]) for path in paths]
+        last = max((step for step in steps if step <= part.end), default=0)
+        return load_state(self.shared_path(key, part, last), self.trial.device)
+
+    def keep_shared(self, key: str, part: Part, run: Run) -> dict[str, Any]:
+        """Keeps and returns the state after a shared part: another command's, where it was first.
+
+        A second training has other bits.
+        """
+        path = self.shared_path(key, part, part.end)
+        if state := load_state(path, self.trial.device):
+            return state
+        save_state(path, run.state())
+        return run.state()
 
     def train(self, plan: Plan) -> bool:
         """Trains a run and writes its record, or at the deadline its state: then returns False."""

@@ -270,17 +270,17 @@ def test_last_parts_after_first_steps_in_bf16(small, stops):
 def test_a_command_takes_what_another_has_trained(parity, small, monkeypatch):
     """It begins while the other trains the same first steps, which have other bits there."""
     (want,) = small(20, "mxfp8", bf16_steps=8).values()
-    keep, states = parity.Trainer.keep, []
+    keep, states = parity.Trainer.keep_shared, []
 
     def keep_late(trainer, key, part, run):
         keep(trainer, key, part, run)
         if not states:  # as if this command's own bits were others
-            states.append(trainer.path_of(key, part))
+            states.append(trainer.shared_path(key, part, part.end))
             with torch.no_grad():
                 run.model.output.weight.add_(1)
-            keep(trainer, key, part, run)
+        return keep(trainer, key, part, run)
 
-    monkeypatch.setattr(parity.Trainer, "keep", keep_late)
+    monkeypatch.setattr(parity.Trainer, "keep_shared", keep_late)
     (found,) = small(20, "mxfp8", stops=(17,), bf16_steps=8).values()
     assert states[0].exists()
     assert found["loss"] == want["loss"]
