@@ -25,10 +25,10 @@ def require_int(
         raise TypeError(f"{name}: expected an int, got {value!r} ({type(value).__name__})")
     number = operator.index(cast(SupportsIndex, value))
     if not least <= number <= most:
-        if least == LEAST:
-            bounds = "an int from -2^63 to 2^63 - 1"
-        else:
-            bounds = f"at least {least}" if most == LARGEST else f"{least} to {most}"
+        lower = "an int from -2^63" if least == LEAST else f"{least}"
+        upper = "2^63 - 1" if most == LARGEST else f"{most}"
+        has_one_end = most == LARGEST and number < least
+        bounds = f"at least {least}" if has_one_end and least != LEAST else f"{lower} to {upper}"
         raise ValueError(f"{name}: expected {bounds}{unit and ' ' + unit}, got {number}")
     return number
 

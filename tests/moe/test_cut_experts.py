@@ -301,6 +301,15 @@ def check_refusals(rank):
     with pytest.raises(ValueError, match="expected a cut of mxfp8 at multiples of its block, 32"):
         cut(codes.experts, mesh)
     assert not any(isinstance(p, DTensor) for p in codes.parameters())
+    for wrong in (5, None, dist.group.WORLD):
+        with pytest.raises(TypeError, match="cut_along_width: expected a DeviceMesh, got"):
+            cut(mf.MoE(D, 32, E, 2).experts, wrong)
+    several = nn.ModuleList([mf.MoE(D, 32, 4, 2), mf.MoE(D, 32, 4, 2)])
+    cut(several[1].experts, mesh)
+    for group in (mesh, dist.group.WORLD):
+        with pytest.raises(ValueError, match="expected whole experts, got a DTensor as w1"):
+            mf.expert_parallel(several, group)
+    assert several[0].experts.parallel is None
     with pytest.raises(ValueError, match="ranks divide I = 33"):
         cut(mf.MoE(D, 33, E, 2).experts, mesh)
     odd = mf.MoE(D, 33, E, 2, dtype=torch.bfloat16, recipe="mxfp8").experts

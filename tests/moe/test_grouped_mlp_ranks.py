@@ -146,6 +146,9 @@ def check_ranks(rank: int) -> None:
 
 def check_bad_input(rank: int) -> None:
     group, given = dist.group.WORLD, arguments(8)
+    wrong = [given[0][:, :-1], *given[1:]]
+    with pytest.raises(ValueError, match=r"grouped_mlp: expected x \(T, "):  # on both
+        mf.grouped_mlp(*(given if rank else wrong), "mxfp8", group=group)
 
     def refused(error: type[Exception], text: str, given: Any = given, **options: Any) -> None:
         with pytest.raises(error, match=text):
@@ -158,7 +161,7 @@ def check_bad_input(rank: int) -> None:
     for capacity in (0, -3):
         text = f"capacity: expected at least 1 row, got {capacity}"
         refused(ValueError, text, group=group, capacity=capacity)
-    refused(TypeError, "capacity: expected an int, got 1.5", group=group, capacity=1.5)
+    refused(ValueError, "capacity: expected an int, got 1.5", group=group, capacity=1.5)
     refused(ValueError, "capacity: expected a number of rows, 'all'", group=group, capacity="x")
     refused(ValueError, r"beside a group, got \('codes', None, None\)", dispatch="codes")
     refused(ValueError, "got first_expert=3 and", group=group, first_expert=3)
@@ -167,6 +170,8 @@ def check_bad_input(rank: int) -> None:
     for dropped in (torch.zeros(1), torch.zeros(2, dtype=torch.int64), 3):
         refused(ValueError, r"expected dropped as int64 \(1\) on cpu", group=group, dropped=dropped)
     refused(ValueError, "needs rng, got None", group=group, recipe="nvfp4")
+    for rng in (torch.zeros(1, dtype=torch.int64), torch.zeros(2), [0, 0]):
+        refused(ValueError, r"expected rng as int64 \(2\)", group=group, recipe="nvfp4", rng=rng)
     needs = "needs amax_history, got None"
     refused(ValueError, needs, group=group, recipe="fp8_delayed")
     history = torch.zeros(6, given[2].shape[0], 3)

@@ -263,6 +263,8 @@ def test_step_moves_the_bias_of_every_layer():
         ({"shared_experts": -1}, "shared_experts: expected at least 0"),
         ({"dtype": torch.float64}, "dtype: expected float32 or bfloat16"),
         ({"limit": -1.0}, "limit: expected a finite number of at least 0"),
+        ({"limit": 0.0}, "limit: expected a number above 0, or None, got 0"),
+        ({"limit": 7.0, "alpha": float("nan")}, "alpha: expected a finite number of at least 0"),
         ({"recipe": "fp9"}, "fp9"),
         ({"experts": 1024}, "experts: expected 1 to 1023, got 1024"),
     ],
@@ -270,6 +272,14 @@ def test_step_moves_the_bias_of_every_layer():
 def test_refuses(changes, message):
     with pytest.raises(ValueError, match=message):
         layer(**changes)
+
+
+@pytest.mark.parametrize("dtype", [torch.long, torch.float16, torch.float64])
+def test_a_refused_forward_counts_no_token(dtype):
+    moe = layer(recipe="mxfp8")
+    with pytest.raises(ValueError, match=r"mf\.MoE: expected x as float32 or bfloat16, got"):
+        moe(torch.ones(3, moe.experts.dim, dtype=dtype))
+    assert not moe.router.counts.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

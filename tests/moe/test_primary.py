@@ -123,8 +123,10 @@ def test_the_function_takes_codes():
     codes = [mf.QuantizedTensor.from_tensor(w, "mxfp8", "mxfp8") for w in (w13, w2)]
     got = mf.grouped_mlp(tokens(), *codes, indices, weights, "mxfp8")
     assert torch.equal(got, mf.grouped_mlp(tokens(), w13, w2, indices, weights, "mxfp8"))
-    with pytest.raises(ValueError, match="asked for rowwise nvfp4"):
-        mf.grouped_mlp(tokens(), *codes, indices, weights, "nvfp4")
+    with pytest.raises(ValueError, match="asked for rowwise mxfp4"):
+        mf.grouped_mlp(
+            tokens(), *codes, indices, weights, "fprop=mxfp8*mxfp4 dgrad=bf16*bf16 wgrad=bf16*bf16"
+        )
 
 
 @pytest.mark.parametrize("fprop", ["bf16*mxfp8", "bf16*bf16"])

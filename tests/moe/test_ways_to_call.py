@@ -140,8 +140,16 @@ def test_weights_of_all_experts_are_refused():
     experts = Foreign()
     mf.quantize_(nn.ModuleList([experts]), "mxfp8")
     x, index = torch.randn(6, 32), torch.arange(12).view(6, 2) % 4
-    with pytest.raises(ValueError, match=r"a weight for each of a token's experts \(6, 2\), got "):
+    expected = (
+        r"the experts of each of 6 tokens, .* got experts of shape \({}\) and weights of \({}\)"
+    )
+    with pytest.raises(ValueError, match=expected.format("6, 2", "6, 4")):
         experts(x, index, torch.ones(6, 4))
+    for shape in ((12, 1), (3, 4), (4, 2)):  # of other tokens
+        text = f"{shape[0]}, {shape[1]}"
+        routing = index.flatten()[: shape[0] * shape[1]].view(shape), torch.ones(shape)
+        with pytest.raises(ValueError, match=expected.format(text, text)):
+            experts(x, *routing)
 
 
 def test_arguments_that_are_no_tensors_are_refused():

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._native import ops
+from ..distributed.handshake import raise_on_all
 from ..nn.grouped_product import ProductCall, matrix_of
 from ..nn.registry import COMPUTE_DTYPE
 from ..recipe import Recipe
@@ -109,7 +110,8 @@ def grouped_mlp(
         (T, D), in x's dtype or autocast's.
 
     Raises:
-        TypeError, ValueError: an argument is not as expected, or the ranks' arguments differ.
+        TypeError, ValueError: an argument is not as expected, or the ranks' arguments differ. With
+            a group a TypeError is a ValueError, which every rank raises in the first call.
 
     Source: docs/moe.md.
 
@@ -124,16 +126,23 @@ def grouped_mlp(
     names = *input_names(len(inputs)), "w2"
     histories = as_sequence(amax_history, len(names))
     biases = as_sequence(b13, len(inputs))
-    require_shapes(x, inputs, w2, indices, weights, histories)
-    require_options(x, w2, biases, len(inputs), b2, token_ids)
-    require_no_tangents("grouped_mlp", (x, *inputs, w2, weights, *biases, b2))
-    parsed = Recipe(recipe)
     ranks = None if group is None else group_of("grouped_mlp: group", group)
-    if ranks is None and (dispatch, capacity, dropped) != (COMPUTE_DTYPE, None, None):
-        raise ValueError(
-            "grouped_mlp: expected dispatch, capacity and dropped beside a group, got "
-            f"{(dispatch, capacity, dropped)} without one"
-        )
+    try:
+        require_shapes(x, inputs, w2, indices, weights, histories)
+        require_options(x, w2, biases, len(inputs), b2, token_ids)
+        require_no_tangents("grouped_mlp", (x, *inputs, w2, weights, *biases, b2))
+        parsed = Recipe(recipe)
+        require_state(x, parsed, rng, histories)
+        if ranks is None:
+            require_absent(dispatch, capacity, dropped)
+        else:
+            require_sending("grouped_mlp", dispatch, capacity)
+            require_alone(token_ids, first_expert)
+            require_dropped(x, dropped)
+    except (TypeError, ValueError) as error:
+        if ranks is None:
+            raise
+        raise_on_all(error, ranks)
     operands = [
         w.operands(parsed, torch.is_grad_enabled()) if isinstance(w, QuantizedTensor) else None
         for w in (*inputs, w2)
@@ -155,9 +164,6 @@ def grouped_mlp(
     if ranks is None:
         order = order_rows(indices, w2.shape[0], token_ids)
         return products.sum_slots(x.to(compute_dtype(x)), indices, weights, order)
-    require_sending("grouped_mlp", dispatch, capacity)
-    require_alone(token_ids, first_expert)
-    require_state(x, parsed, rng, histories, dropped)
     parallel = ExpertParallel(
         "grouped_mlp", ranks, w2.shape[0] * dist.get_world_size(ranks), dispatch, capacity
     )
@@ -206,27 +212,43 @@ def require_alone(token_ids: Tensor | None, first_expert: int) -> None:
         )
 
 
+def require_absent(dispatch: str, capacity: int | str | None, dropped: object) -> None:
+    """Raises ValueError where arguments are given that only a group reads."""
+    if (dispatch, capacity, dropped) != (COMPUTE_DTYPE, None, None):
+        raise ValueError(
+            "grouped_mlp: expected dispatch, capacity and dropped beside a group, got "
+            f"{(dispatch, capacity, dropped)} without one"
+        )
+
+
 def require_state(
-    x: Tensor,
-    recipe: Recipe,
-    rng: Tensor | None,
-    histories: tuple[Tensor | None, ...],
-    dropped: object,
+    x: Tensor, recipe: Recipe, rng: object, histories: tuple[Tensor | None, ...]
 ) -> None:
-    """Checks the tensors that a call reads and writes besides operands, before any rank sends."""
-    for name, is_needed, given in (
-        ("rng", recipe.is_stochastic, (rng,)),
-        ("amax_history", recipe.is_delayed, histories),
-    ):
-        if is_needed and any(value is None for value in given):
-            raise ValueError(f"grouped_mlp: recipe {recipe} needs {name}, got None")
-    got = repr(dropped)
-    if isinstance(dropped, Tensor):
-        if dropped.shape == (1,) and dropped.dtype == torch.int64 and dropped.device == x.device:
-            return
-        got = f"{dropped.dtype} {tuple(dropped.shape)} on {dropped.device}"
-    if dropped is not None:
-        raise ValueError(f"grouped_mlp: expected dropped as int64 (1) on {x.device}, got {got}")
+    """Checks the random state and the histories that a recipe reads, before any rank sends."""
+    if recipe.is_delayed and any(history is None for history in histories):
+        raise ValueError(f"grouped_mlp: recipe {recipe} needs amax_history, got None")
+    if rng is None:
+        if recipe.is_stochastic:
+            raise ValueError(f"grouped_mlp: recipe {recipe} needs rng, got None")
+    elif not (isinstance(rng, Tensor) and rng.dtype == torch.int64 and rng.shape in ((2,), (3,))):
+        raise ValueError(f"grouped_mlp: expected rng as int64 (2), got {shown(rng)}")
+
+
+def require_dropped(x: Tensor, dropped: object) -> None:
+    """Checks the tensor to which dropped rows are added."""
+    if dropped is None:
+        return
+    wanted = shown(torch.empty(1, dtype=torch.int64, device=x.device))
+    if (got := shown(dropped)) == wanted:
+        return
+    raise ValueError(f"grouped_mlp: expected dropped as int64 (1) on {x.device}, got {got}")
+
+
+def shown(value: object) -> str:
+    """Returns a value for an error: of a tensor its dtype, shape and device."""
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} on {value.device}"
+    return repr(value)
 
 
 def require_shapes(
@@ -238,6 +260,10 @@ def require_shapes(
     histories: tuple[Tensor | None, ...],
 ) -> None:
     """Checks shapes, and dtypes of the routing, of grouped_mlp; the products check the rest."""
+    tensors = {"x": x, "w2": w2, "indices": indices, "weights": weights}
+    for name, value in (*tensors.items(), *(("w13", w) for w in inputs)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"grouped_mlp: expected {name} as a tensor, got {type(value).__name__}")
     for name, tensor, dims in (("x", x, 2), ("w2", w2, 3), ("indices", indices, 2)):
         if tensor.dim() != dims:
             shape = tuple(tensor.shape)

@@ -58,6 +58,19 @@ from .router import Router, require_number
 TokenCast = Callable[[Tensor], Operand | None]  # of x; None: each reader quantizes x itself
 
 
+def gate_of(limit: object, alpha: object) -> Gate:
+    """Returns the gate of an mf.MoE.
+
+    Raises:
+        TypeError: `limit` or `alpha` is no number.
+        ValueError: one is not finite or negative, or `limit` is 0.
+    """
+    bound = None if limit is None else require_number("limit", limit)
+    if bound == 0:
+        raise ValueError("limit: expected a number above 0, or None, got 0")
+    return Gate(bound, require_number("alpha", alpha))
+
+
 class Experts(HasProducts, nn.Module):
     """The routed experts of a mixture. Their matrices are 3D parameters, one matrix an expert.
 
@@ -266,7 +279,7 @@ class MoE(nn.Module):
             experts,
             fused_w13=fused_w13,
             bias=bias,
-            gate=Gate(None if limit is None else require_number("limit", limit), alpha),
+            gate=gate_of(limit, alpha),
             device=device,
             dtype=dtype,
         )
@@ -300,6 +313,11 @@ class MoE(nn.Module):
         require_no_tangents("mf.MoE", (x, *self.parameters()))
         if x.is_nested:
             raise ValueError("mf.MoE: expected x as a dense tensor, got a nested tensor")
+        # Before the router counts its tokens. Ranks that divide experts raise it together below;
+        # under autocast the products check its dtype.
+        is_whole = getattr(self.experts, "parallel", None) is None
+        if is_whole and compute_dtype(x) == x.dtype and x.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"mf.MoE: expected x as float32 or bfloat16, got {x.dtype}")
         x_TD = x.reshape(-1, x.shape[-1])
         indices, weights = self.router(x_TD)
         cast = self._token_cast(x_TD)

@@ -71,7 +71,8 @@ def weight_sums(layer: RecipeState, weight: Tensor) -> Sums:
     if main_grad is None:
         raise ValueError(
             f"accumulate='main_grad': expected an attribute main_grad of {layer.fqn}'s weight, "
-            f"float32 {tuple(weight.shape)} on {weight.device}, got none"
+            f"float32 {tuple(weight.shape)} on {weight.device}, got none, as under FSDP2, whose "
+            "reduction would miss it; convert with accumulate='grad' there"
         )
     if not hasattr(weight, "grad_added_to_main_grad"):
         if DDP["_active_ddp_module"] is not None:

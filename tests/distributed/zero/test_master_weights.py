@@ -110,9 +110,10 @@ def test_processing_is_refused_where_it_is_needed_and_may_be_repeated():
 
 
 def test_transformed_and_wrong_layouts_are_refused():
-    weight = mf.QuantizedTensor.from_tensor(torch.zeros(32, 48), "nvfp4+rht")
-    with pytest.raises(ValueError, match="without a transform, got nvfp4"):
-        mf.distributed.quantize_master_weights([weight], [torch.zeros(1536)], [0], None)
+    for spec in ("nvfp4+rht", "nvfp4+rht64"):  # which fills up 48 columns
+        weight = mf.QuantizedTensor.from_tensor(torch.zeros(32, 48), spec)
+        with pytest.raises(ValueError, match="weight 0: expected a spec without a transform, got"):
+            mf.distributed.quantize_master_weights([weight], [torch.zeros(1536)], [0], None)
     weight = empty_weight((32, 48), ("nvfp4/16x16", None))
     with pytest.raises(ValueError, match="rise from 0 to 1536"):
         mf.distributed.WireLayout.of([weight], 2, [[0, 5, 1000]])
@@ -262,6 +263,24 @@ def test_memory_for_wires_that_does_not_fit_is_refused():
         with pytest.raises(ValueError, match="attach_wires: expected contiguous memory"):
             mf.distributed.attach_wires(weight, [memory])
     assert mf.distributed.wires(weight)[0].data_ptr() == before.data_ptr()
+
+
+def check_weights_of_a_gather(rank):
+    """Those that do not fit on one rank are an error on both, before anything is sent."""
+    weight = empty_weight((32, 48), ("mxfp8", None))
+    layout = mf.distributed.WireLayout.of([weight], 2)
+    piece = layout.new_piece(like=torch.empty(0))
+    other = empty_weight((32, 96), ("mxfp8", None))
+    for wrong in ([], None, [weight, weight], [torch.ones(3)], [other]):
+        with pytest.raises(
+            ValueError, match=r"expected (a list|flat codes|QuantizedTensor weights)"
+        ):
+            layout.gather(piece, [weight] if rank else wrong, None)
+    layout.gather(piece, [weight], None)
+
+
+def test_weights_that_do_not_fit_a_gather():
+    run_world(2, check_weights_of_a_gather)
 
 
 def check_changes_on_one(rank):

@@ -61,6 +61,8 @@ def cut_along_width(experts: Any, mesh: DeviceMesh) -> None:
         raise TypeError(
             f"cut_along_width: expected the experts of an mf.MoE, got {type(experts).__name__}"
         )
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"cut_along_width: expected a DeviceMesh, got {type(mesh).__name__}")
     parameters = {name: p for name, p in experts._parameters.items() if p is not None}
     ranks = mesh.size()
     if mesh.ndim != 1 or experts.hidden % ranks:

@@ -342,6 +342,7 @@ class WireLayout:
         ranks = dist.group.WORLD if group is None else group
         try:
             self._require_fitting(piece, ranks)
+            memory = self._memory_of(model_weights)
         except (TypeError, ValueError) as error:
             raise_on_all(error, ranks)
         require_same(
@@ -354,7 +355,7 @@ class WireLayout:
         )
         gathered = piece.new_empty(self.ranks * self.piece_bytes)
         dist.all_gather_into_tensor(gathered, piece, group=group)
-        self.merge_fragments(gathered, model_weights)
+        ops.merge_fragments(gathered, memory, self.numbers, self.ranks)
 
     @cached_property
     def _text(self) -> str:
@@ -380,6 +381,26 @@ class WireLayout:
             )
         require_memory("WireLayout: piece", found)
 
+    def _memory_of(self, model_weights: object) -> list[Tensor]:
+        """Returns the flat codes of the layout's weights.
+
+        Raises:
+            TypeError: there is something else than QuantizedTensors.
+            ValueError: their number or sizes are not the layout's.
+        """
+        if not isinstance(model_weights, Sequence):
+            raise TypeError(
+                "WireLayout: model_weights: expected a list of QuantizedTensors, got "
+                f"{type(model_weights).__name__}"
+            )
+        memory = [wire for weight in model_weights for wire in wires(weight)]
+        expected = [max(end for _, end in wire.ranges) for wire in self.wires]
+        if (got := [wire.numel() for wire in memory]) != expected:
+            raise ValueError(
+                f"WireLayout: model_weights: expected flat codes of {expected} bytes, got {got}"
+            )
+        return memory
+
     def merge_fragments(self, gathered: Tensor, model_weights: Sequence[QuantizedTensor]) -> None:
         """Copies gathered shard codes into the weights' flat codes; ORs bytes that cuts divide.
 
@@ -390,5 +411,4 @@ class WireLayout:
         Raises:
             RuntimeError, ValueError: sizes do not fit the layout.
         """
-        memory = [wire for weight in model_weights for wire in wires(weight)]
-        ops.merge_fragments(gathered, memory, self.numbers, self.ranks)
+        ops.merge_fragments(gathered, self._memory_of(model_weights), self.numbers, self.ranks)

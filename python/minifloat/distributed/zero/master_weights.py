@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...checks import require_int, require_text
+from ...spec import Spec
 from ...tensor.quantized import require_tensor
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..handshake import meet, raise_on_all
@@ -306,8 +307,18 @@ def _title(weights: Sequence[QuantizedTensor], labels: list[str]) -> str:
 
 
 def _native_casts(plans: list[WeightPlan], labels: list[str]) -> Any:
-    """Lists the directions of all weights: cast, weight, name and memory of each."""
+    """Lists the directions of all weights: cast, weight, name and memory of each.
+
+    Raises:
+        ValueError: a direction is transformed: its codes depend on more than their own elements.
+    """
     parts = [(i, part) for i, plan in enumerate(plans) for part in plan.parts]
+    for i, part in parts:
+        if Spec.parse(part.spec).transform:
+            raise ValueError(
+                f"quantize_master_weights: weight {labels[i]}: expected a spec without a "
+                f"transform, got {part.spec}"
+            )
     return torch.classes.minifloat.MasterCasts(
         [native for plan in plans for native in plan.casts],
         [i for i, _ in parts],

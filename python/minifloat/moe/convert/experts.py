@@ -78,7 +78,8 @@ def require_experts(experts: object) -> dict[str, tuple[str, ...]]:
         require_text("experts: a glob", glob)
         if isinstance(names, str) or not isinstance(names, Iterable):
             raise TypeError(f"experts: {glob}: expected a list of parameters' names, got {names!r}")
-        found[glob] = tuple(require_text(f"experts: {glob}: a name", name) for name in names)
+        texts = [require_text(f"experts: {glob}: a name", name) for name in names]
+        found[glob] = tuple(dict.fromkeys(texts))
         if not found[glob]:
             raise ValueError(f"experts: {glob}: expected at least one parameter's name, got none")
     return found

@@ -227,14 +227,14 @@ def biases_of(module: nn.Module, form: Formula) -> tuple[Tensor | None, Tensor |
 def rows_of(routing: tuple[Tensor, Tensor], x_TD: Tensor) -> list[Tensor]:
     """Returns indices and weights as (T, k) each."""
     tokens = x_TD.shape[0]
-    columns = [t.numel() // tokens if tokens else t.shape[-1] for t in routing]
-    if columns[0] != columns[1]:
+    rows = [t.reshape(-1, t.shape[-1]) if t.dim() > 1 else t.reshape(tokens, -1) for t in routing]
+    if rows[0].shape != rows[1].shape or rows[0].shape[0] != tokens:
         indices, weights = (tuple(t.shape) for t in routing)
         raise ValueError(
-            f"experts: expected a weight for each of a token's experts {indices}, got weights of "
-            f"shape {weights}"
+            f"experts: expected the experts of each of {tokens} tokens, and a weight for each of "
+            f"those, got experts of shape {indices} and weights of {weights}"
         )
-    return [t.reshape(tokens, columns[0]) for t in routing]
+    return rows
 
 
 def ends_of_even_groups(rows: Tensor, experts: int) -> Tensor:

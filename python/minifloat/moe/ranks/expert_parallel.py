@@ -10,7 +10,7 @@ from torch import nn
 from ...checks import require_module
 from ...nn.grouped_product import product_of
 from ...nn.names import clean_name, unwrapped
-from ...nn.registry import COMPUTE_DTYPE
+from ...nn.registry import COMPUTE_DTYPE, is_distributed
 from ..layer import Experts, MoE
 from .dispatch import Dispatcher
 from .parallel_experts import ExpertParallel, group_of, require_sending
@@ -109,8 +109,11 @@ def find_experts(model: nn.Module, ranks: int) -> list[tuple[str, Experts]]:
         )
     for experts, name in found.items():
         expected = ""
+        part = next((n for n, p in experts.named_parameters() if is_distributed(p)), None)
         if experts.parallel is not None:
             expected = f"whole experts, got {experts.parallel}"
+        elif part is not None:
+            expected = f"whole experts, got a DTensor as {part}: cut along its width, or sharded"
         elif experts.experts % ranks:
             expected = f"experts as a multiple of the group's {ranks} ranks, got {experts.experts}"
         if expected:
