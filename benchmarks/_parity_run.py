@@ -17,7 +17,7 @@ from _entries import RunSpec
 from _measure import PeakMemory
 from _parity_tokens import VOCABULARY
 from _parity_wire import RANKS, Wire
-from _peers import convert_by_torchao
+from _peers import OF_PEERS, convert_by_peer
 from minifloat.doctor.products import product_dtype
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import load_training_state, training_state
@@ -30,7 +30,6 @@ BETAS = (0.9, 0.95)
 FINAL_LR = 0.05  # of the peak, at the last step
 AVERAGE_EVERY = 10  # steps, in the last tenth
 DIGITS = 5  # of a loss, after the point
-TORCHAO_PREFIX = "torchao_"  # begins the name of a run of torchao's: torchao_rowwise
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ class Trial:
 # By the name of --trial. Each has its folder of records.
 TRIALS = {
     "dense": Trial(),
-    # 124M parameters: torchao's blocks of 128 must divide the widths, and 2752 is no multiple.
+    # 124M parameters: peers' blocks of 128 must divide the widths, and 2752 is no multiple.
     "late": Trial(model="1024,8,16,4,2816", bf16_steps=1000, eval_every=1500),
     # 121M of 391M parameters active: 16 experts, 2 and a shared one a token.
     "experts": Trial(model="1024,8,16,4,2752,896,16,2,1", bf16_steps=1000, eval_every=1500),
@@ -162,7 +161,7 @@ class LossLlama(Llama):
         return cross_entropy(self.output(self.norm(x_BSD)), targets_BS)
 
     def is_quantized(self, module: nn.Module, _: str) -> bool:
-        """Tells torchao which layers to convert: those of mf.quantize_, all but the head."""
+        """Tells peers which layers to convert: those of mf.quantize_, all but the head."""
         return module is not self.output
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
@@ -184,10 +183,8 @@ class Run:
         self.parameters = list(self.model.parameters())
         if spec.converts:
             quantize_(self.model, spec.recipe, keep=spec.keep, seed=spec.seed)
-        elif spec.name.startswith(TORCHAO_PREFIX):
-            convert_by_torchao(
-                self.model, spec.name.removeprefix(TORCHAO_PREFIX), self.model.is_quantized
-            )
+        elif spec.name.startswith(OF_PEERS):
+            convert_by_peer(self.model, spec.name, self.model.is_quantized)
         # Experts are balanced by mf.step under bf16 too.
         self.has_state = spec.converts or config.experts > 0
         self.wire = Wire(self.model, list(self.model.layers), wire, spec.seed) if wire else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 TORCHAO, TRANSFORMER_ENGINE = "torchao", "transformer_engine"
+OF_PEERS = "torchao_", "te_"  # begin the name of a run under a peer's recipe: te_blocks
 
 
 def installed(*peers: str) -> list[str]:
@@ -25,30 +26,9 @@ def convert_by_torchao(
 ) -> nn.Module:
     """Converts the linear layers of a model to torchao's FP8.
 
-    Its recipes: tensorwise, rowwise, rowwise_with_gw_hp; and blockwise, its prototype of blocks of
-    128 with scales that are no powers of two, for its values alone: its kernels are not tuned.
+    Its recipes: tensorwise, rowwise, rowwise_with_gw_hp.
     options: fields of its Float8LinearConfig that replace the recipe's.
     """
-    if recipe == "blockwise":
-        from torchao.prototype.blockwise_fp8_training import kernels, linear
-        from torchao.quantization import quantize_
-
-        quantize_(
-            model,
-            linear.Float8BlockwiseLinearConfig(),
-            filter_fn=lambda module, name: (
-                isinstance(module, nn.Linear) and is_converted(module, name)
-            ),
-        )
-        for module in model.modules():
-            if isinstance(module, linear.Float8BlockwiseLinear):
-                # torch 2.11 does not trace its product, and graph breaks inside take minutes.
-                forward: Any = torch.compiler.disable(module.forward)
-                module.forward = forward
-        for kernel in vars(kernels).values():  # trying 45 choices a shape takes minutes too
-            if hasattr(kernel, "configs"):
-                kernel.configs = kernel.configs[:1]
-        return model
     from dataclasses import replace
 
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -71,13 +51,45 @@ class UnderAutocast(nn.Module):
             return self.module(x)
 
 
-def transformer_engine_recipes() -> Iterator[tuple[str, Any]]:
-    """Yields names and recipes of FP8 training on Hopper."""
+def transformer_engine_recipes() -> dict[str, Any]:
+    """Returns its recipes of FP8 training on Hopper, by name."""
     from transformer_engine.common import recipe
 
-    yield "te delayed", recipe.DelayedScaling()
-    yield "te current", recipe.Float8CurrentScaling()
-    yield "te blocks", recipe.Float8BlockScaling()
+    return {
+        "te delayed": recipe.DelayedScaling(),
+        "te current": recipe.Float8CurrentScaling(),
+        "te blocks": recipe.Float8BlockScaling(),
+    }
+
+
+def multiply_by_transformer_engine(
+    model: nn.Module, recipe: Any, is_converted: Callable[[nn.Module, str], bool]
+) -> None:
+    """Has Transformer Engine multiply in a model's linear layers, under one of its recipes.
+
+    The layers keep their names and parameters. A compiled model breaks its graph at each.
+    """
+    import transformer_engine.pytorch as te
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and is_converted(module, name):
+            like = {"device": module.weight.device, "params_dtype": module.weight.dtype}
+            layer = te.Linear(module.in_features, module.out_features, bias=False, **like)
+            layer.weight = module.weight
+            forward: Any = torch.compiler.disable(UnderAutocast(layer, recipe).forward)
+            module.forward = forward
+
+
+def convert_by_peer(
+    model: nn.Module, name: str, is_converted: Callable[[nn.Module, str], bool]
+) -> None:
+    """Converts the linear layers of a model by a peer: torchao_RECIPE, or te_RECIPE."""
+    peer, _, recipe = name.partition("_")
+    if peer == TORCHAO:
+        convert_by_torchao(model, recipe, is_converted)
+    else:
+        recipes = transformer_engine_recipes()
+        multiply_by_transformer_engine(model, recipes[f"te {recipe}"], is_converted)
 
 
 def linear_layers(k: int, n: int, device: torch.device) -> dict[str, nn.Module]:
@@ -92,7 +104,7 @@ def linear_layers(k: int, n: int, device: torch.device) -> dict[str, nn.Module]:
     if TRANSFORMER_ENGINE in peers:
         import transformer_engine.pytorch as te
 
-        for name, recipe in transformer_engine_recipes():
+        for name, recipe in transformer_engine_recipes().items():
             linear = te.Linear(k, n, bias=False, params_dtype=torch.bfloat16, device=device)
             layers[name] = UnderAutocast(linear, recipe)
     return layers

@@ -214,7 +214,7 @@ def models(
         for recipe in ("tensorwise", "rowwise"):
             yield f"torchao {recipe}", converted(partial(convert_by_torchao, recipe=recipe))
     if TRANSFORMER_ENGINE in peers:
-        for name, recipe in [("te bf16", None), *transformer_engine_recipes()]:
+        for name, recipe in [("te bf16", None), *transformer_engine_recipes().items()]:
             yield (
                 name,
                 lambda recipe=recipe: UnderAutocast(transformer_engine_layers(sizes), recipe),

@@ -63,8 +63,8 @@ import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
 from _measure import PeakMemory, step_flops
 from _parity_records import BF16, Record, read_record, write_record
-from _parity_run import TORCHAO_PREFIX, LossLlama
-from _peers import convert_by_torchao
+from _parity_run import LossLlama
+from _peers import OF_PEERS, convert_by_peer
 from minifloat.doctor.products import product_dtype
 from minifloat.nn.checkpoint_policy import checkpoint_policy
 from minifloat.nn.convert.quantize import quantize_
@@ -77,7 +77,7 @@ from tests.support.llama import ModelConfig, compile_layers
 
 RESULTS = timing.ROOT / "research" / "parity" / "llama8b"
 RECIPES = [BF16, "fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2"]
-RECIPES += [f"{TORCHAO_PREFIX}tensorwise", f"{TORCHAO_PREFIX}rowwise"]
+RECIPES += ["torchao_tensorwise", "torchao_rowwise"]
 POLICY = "+policy"  # of a recipe's name: each block is checkpointed by mf.checkpoint_policy
 RECIPES += [f"{recipe}{POLICY}" for recipe in ("fp8_tensorwise", "fp8_rowwise", "mxfp4")]
 CONTEXTS = partial(create_selective_checkpoint_contexts, checkpoint_policy)
@@ -125,7 +125,7 @@ class Run:
     """The model under one recipe, and its optimizer."""
 
     def __init__(self, name: str, trial: Trial) -> None:
-        self.trial, self.is_converted = trial, name != BF16 and not name.startswith(TORCHAO_PREFIX)
+        self.trial, self.is_converted = trial, name != BF16 and not name.startswith(OF_PEERS)
         self.limit = math.inf  # bytes
         if trial.device == "cuda":
             free, total = torch.cuda.mem_get_info()
@@ -141,9 +141,7 @@ class Run:
         if self.is_converted:
             quantize_(self.model, name.removesuffix(POLICY), **OPTIONS)
         elif name != BF16:
-            convert_by_torchao(
-                self.model, name.removeprefix(TORCHAO_PREFIX), self.model.is_quantized
-            )
+            convert_by_peer(self.model, name, self.model.is_quantized)
         if name.endswith(POLICY):
             for i, layer in enumerate(self.model.layers):
                 self.model.layers[i] = checkpoint_wrapper(layer, context_fn=CONTEXTS)

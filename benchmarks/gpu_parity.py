@@ -20,6 +20,7 @@ runs of one seed differ by the recipe, and by what another GPU or library change
 Entries are those of _entries.py, `RECIPE then=OTHER` among them: OTHER is the recipe of the
 last 15% of the steps, or of the last 5% by `RECIPE then=OTHER last=5%`. Entries that follow each
 other with the same RECIPE, the longest last part first, share the steps before: they run once.
+RECIPE alone goes on from those too, if it comes after them.
 
 An entry `RECIPE wire=SPEC` passes gradients through the wire format of quantize_gradients_, as
 four ranks would send them: each has a quarter of the batch. Compare it with `RECIPE wire=bf16`.
@@ -53,9 +54,10 @@ import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
 from _entries import THEN, RunSpec, parse_entry, split_name
 from _parity_records import BF16, RESULTS, draw_images, print_tables, records_in, write_record
-from _parity_run import TORCHAO_PREFIX, TRIALS, Run, Text, Trial, Windows
+from _parity_run import TRIALS, Run, Text, Trial, Windows
 from _parity_tokens import load_tokens
 from _parity_wire import WIRE
+from _peers import OF_PEERS
 
 DENSE = "dense"  # the trial whose records are in RESULTS itself
 LAST = re.compile(r"(.*\S) last=([1-9]\d?)%")
@@ -82,12 +84,13 @@ class Plan:
     def parse(cls, entry: str, seed: int) -> Plan:
         """Parses an entry of _entries.py, or `RECIPE wire=SPEC then=OTHER last=5%`.
 
-        RECIPE may be a torchao run's name. A name that an entry gives is the whole name of its run.
+        RECIPE may be a peer's, torchao_… or te_…. A name that an entry gives is the whole name of
+        its run.
         """
         text, then, other = " ".join(entry.split()).partition(THEN)
         text, _, wire = text.partition(WIRE)
         is_named = bool(split_name(text)[0])
-        text = f"{text}={BF16}" if text.startswith(TORCHAO_PREFIX) else text
+        text = f"{text}={BF16}" if text.startswith(OF_PEERS) else text
         other, percent = match.groups() if (match := LAST.fullmatch(other)) else (other, 0)
         spec = parse_entry(f"{text}{then}{other}", seed)
         first = spec.name.partition(THEN)[0]
@@ -112,7 +115,7 @@ class Plan:
 
     @property
     def recipe(self) -> str:
-        return self.spec.name if self.spec.name.startswith(TORCHAO_PREFIX) else self.spec.recipe
+        return self.spec.name if self.spec.name.startswith(OF_PEERS) else self.spec.recipe
 
     @property
     def file_name(self) -> str:
@@ -203,8 +206,7 @@ class Trainer:
         for i, part in enumerate(firsts):
             key = f"{key} {self.key_of(part)}"
             if state.get("part", 0) <= i:
-                shared = self.read_shared(key, part)
-                state = max(state, shared, key=lambda each: len(each.get("losses", ())))
+                state = self.read_shared(key, part, state)
                 if not state or len(state["losses"]) < part.end:
                     run = self.new_run(part, state, before)
                     if not run.train_to(part.end, self.deadline):
@@ -212,6 +214,7 @@ class Trainer:
                     state = self.keep_shared(key, part, run)
                 before, state = state, {}
             key = f"{key} {part.end}"
+        state = self.read_shared(f"{key} {self.key_of(last)}", last, state)
         run = self.new_run(last, state, before)
         del before
         return run, len(firsts), run.train_to(last.end, self.deadline)
@@ -219,19 +222,21 @@ class Trainer:
     def key_of(self, part: Part) -> tuple[object, ...]:
         """Returns what a part depends on besides those before it and its last step."""
         spec = part.spec
-        name = spec.name if spec.name.startswith(TORCHAO_PREFIX) else ""
+        name = spec.name if spec.name.startswith(OF_PEERS) else ""
         return (name, spec.recipe, spec.keep, spec.seed, part.wire)
 
     def shared_path(self, key: str, part: Part, step: int | str) -> Path:
-        """Returns where the state after a step of a shared part is."""
+        """Returns where the state after a step of a part that runs share is."""
         number = hashlib.sha256(key.encode()).hexdigest()[:12]
         return self.out / f"steps_{step}_seed_{part.spec.seed}_{number}.pt"
 
-    def read_shared(self, key: str, part: Part) -> dict[str, Any]:
-        """Returns the last state of a shared part that a command has kept; empty: none."""
+    def read_shared(self, key: str, part: Part, own: dict[str, Any]) -> dict[str, Any]:
+        """Returns the last state of a part: the run's own, or one that a command has kept."""
         paths = self.out.glob(self.shared_path(key, part, "*").name)
         steps = [int(path.name.split("_")[1]) for path in paths]
         last = max((step for step in steps if step <= part.end), default=0)
+        if last <= len(own.get("losses", ())):
+            return own
         return load_state(self.shared_path(key, part, last), self.trial.device)
 
     def keep_shared(self, key: str, part: Part, run: Run) -> dict[str, Any]:
@@ -294,7 +299,7 @@ def main() -> int:
     parser.add_argument(
         "--recipes",
         default=BF16,
-        help="PRESET[ keep=POLICY][ wire=SPEC][ then=RECIPE[ last=5%%]], torchao_…",
+        help="PRESET[ keep=POLICY][ wire=SPEC][ then=RECIPE[ last=5%%]], torchao_…, te_…",
     )
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME=TEXT")
     parser.add_argument("--seeds", default="1,2,3", help="of weights and order")

@@ -1,9 +1,11 @@
 """The records of the parity trial: a run is trained once, and a table has one trial."""
 
+import contextlib
 import importlib
 import math
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import minifloat as mf
 import numpy
@@ -187,25 +189,51 @@ def test_a_small_run_leaves_its_record(parity, small, monkeypatch, entry):
     """Two compiled steps on a CPU, where torchao's conversion is tried without its GEMMs."""
     monkeypatch.delenv("TORCHDYNAMO_DISABLE")
     converted = []
-    monkeypatch.setattr(
-        run_module(), "convert_by_torchao", lambda _, recipe, __: converted.append(recipe)
-    )
+    monkeypatch.setattr(run_module(), "convert_by_peer", lambda _, name, __: converted.append(name))
     (record,) = small(2, entry).values()
     assert (record["name"], record["recipe"], record["seed"]) == (entry, entry, 9)
     assert len(record["loss"]) == 2
-    assert converted == [entry.removeprefix("torchao_")] * entry.startswith("torchao_")
+    assert converted == [entry] * entry.startswith("torchao_")
 
 
-def test_torchaos_blocks_are_those_of_all_layers_but_the_head(parity, monkeypatch):
-    """Its layers, which need a Hopper GPU, are made and not called."""
-    blocks = importlib.import_module("torchao.prototype.blockwise_fp8_training.linear")
-    monkeypatch.setattr(blocks, "is_sm_at_least_90", lambda: True)
+class Linear(torch.nn.Linear):
+    """What this trial asks of Transformer Engine's: 2 y, so that its products are told apart."""
+
+    def __init__(self, k: int, n: int, bias: bool, device: torch.device, params_dtype: torch.dtype):
+        super().__init__(k, n, bias=bias, device=device, dtype=params_dtype)
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def test_transformer_engine_multiplies_in_all_layers_but_the_head(parity, monkeypatch):
+    """With a stand-in for its layers, which need a GPU: names, parameters and values."""
+    entered = []
+
+    def autocast(enabled: bool, recipe: str):
+        entered.append((enabled, recipe))
+        return contextlib.nullcontext()
+
+    te = ModuleType("transformer_engine.pytorch")
+    te.Linear, te.autocast = Linear, autocast
+    monkeypatch.setitem(sys.modules, "transformer_engine", ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, te.__name__, te)
+    peers = importlib.import_module("_peers")
+    monkeypatch.setattr(peers, "transformer_engine_recipes", lambda: {"te blocks": "of blocks"})
     model = run_module().LossLlama(ModelConfig.parse("128,2,2,2,256", 300), 16)
-    weights = [*model.parameters()]
-    run_module().convert_by_torchao(model, "blockwise", model.is_quantized)
-    linears = [m for m in model.modules() if isinstance(m, torch.nn.Linear)]
-    assert [type(m) for m in linears] == [blocks.Float8BlockwiseLinear] * 14 + [torch.nn.Linear]
+    names, weights = [*model.state_dict()], [*model.parameters()]
+    x = torch.randn(1, 16, 128)
+    layers = [model.layers[0].attention.wq, model.output]
+    before = [layer(x) for layer in layers]
+    peers.convert_by_peer(model, "te_blocks", model.is_quantized)
+    assert [*model.state_dict()] == names
     assert all(a is b for a, b in zip(weights, model.parameters(), strict=True))
+    assert torch.equal(layers[0](x), 2 * before[0])
+    assert torch.equal(layers[1](x), before[1])
+    assert entered == [(True, "of blocks")]
+    model(torch.zeros(1, 16, dtype=torch.long), torch.zeros(1, 16, dtype=torch.long)).backward()
+    assert len(entered) == 1 + 14
+    assert all(weight.grad is not None for weight in weights)
 
 
 @pytest.mark.slow
@@ -264,6 +292,22 @@ def test_last_parts_after_first_steps_in_bf16(small, stops):
         assert run["loss"][end:] != plain["loss"][end:]
     assert long["loss"][12:] != bf16["loss"][12:]
     assert (short["then"], short["percent"]) == ("mxfp8", 20)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_steps_before_its_last_parts(parity, small, monkeypatch):
+    trained, train_step = [], parity.Run.train_step
+
+    def counted(run, step, rows_B):
+        trained.append(step)
+        return train_step(run, step, rows_B)
+
+    monkeypatch.setattr(parity.Run, "train_step", counted)
+    first = "nvfp4 keep=nothing"
+    found = small(20, f"{first} then=bf16 last=40%", first, bf16_steps=8)
+    assert trained == [*range(1, 21), *range(13, 21)]
+    (whole,) = small(20, first, stops=(17,), bf16_steps=8).values()
+    assert found[first]["loss"] == whole["loss"]
 
 
 @pytest.mark.slow
