@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
+import _gpu_timing as timing  # first: it makes minifloat importable
 import minifloat as mf
 import torch
 from minifloat.spec import Spec
 
-ROOT = Path(__file__).resolve().parents[1]
-PROGRAM = ROOT / "build" / "bench" / "benchmarks" / "quantize_bench"
+PROGRAM = timing.ROOT / "build" / "bench" / "benchmarks" / "quantize_bench"
 SHAPE = (8192, 8192)
 
 # Least fraction of memcpy, rowwise, with the tensor's amax passed where the rule has one.
@@ -93,16 +91,6 @@ def print_casts(rows: list[dict[str, float | str]]) -> bool:
     return met
 
 
-def median_ms(f: Callable[[], object], repeats: int) -> float:
-    f()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        f()
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
-
-
 def print_peers() -> list[dict[str, float | str]]:
     """Prints minifloat's Python casts beside torchao's eager CPU references, with the amax."""
     try:
@@ -129,7 +117,8 @@ def print_peers() -> list[dict[str, float | str]]:
     rows: list[dict[str, float | str]] = []
     print(f"{'cast':24} {'minifloat ms':>13} {'torchao ms':>11} {'times':>7}   bar {PEER_BAR:.0f}")
     for name, ours, theirs in pairs:
-        mine, peer = median_ms(ours, 5), median_ms(theirs, 3)
+        ours(), theirs()  # once before they are timed
+        mine, peer = timing.host_ms(ours, 5), timing.host_ms(theirs, 3)
         rows.append({"cast": name, "minifloat ms": mine, "torchao ms": peer, "times": peer / mine})
         print(f"{name:24} {mine:13.1f} {peer:11.1f} {peer / mine:7.1f}")
     return rows
@@ -137,7 +126,7 @@ def print_peers() -> list[dict[str, float | str]]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "cpu_table.json")
+    parser.add_argument("--out", type=Path, default=timing.ROOT / "build" / "cpu_table.json")
     args = parser.parse_args()
     casts: list[dict[str, float | str]] = []
     met = True
@@ -146,7 +135,8 @@ def main() -> int:
         met = print_casts(casts)
     else:
         print(
-            f"{PROGRAM.relative_to(ROOT)}: not built (it needs Google Benchmark); run `make bench`"
+            f"{PROGRAM.relative_to(timing.ROOT)}: not built (it needs Google Benchmark); run "
+            "`make bench`"
         )
     peers = print_peers()
     met = met and all(float(row["times"]) >= PEER_BAR for row in peers)

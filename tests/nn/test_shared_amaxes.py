@@ -142,6 +142,12 @@ def test_ways_to_run_give_the_same_bits():
     assert "amax_group" not in model.q_proj.__dict__
 
 
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_shapes_without_memory(recipe):
+    model = converted(recipe).to("meta")
+    assert model(inputs().to("meta")).shape == inputs().shape
+
+
 def test_refusals():
     def refuses(message, recipe, model=None, **given):
         model = block() if model is None else model

@@ -34,6 +34,7 @@ from .._native import ops
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 UNKNOWN = -1
 GATHER = "fully_shard: expected all {} ranks to gather {} as codes"
+NOT_CALLED = "they have not called it"
 SAME_WEIGHT = "fully_shard: expected all ranks to have the same weight"
 # The wait for a rank is half of the group's timeout, so that the error comes before one of the
 # group's collectives, and no longer than this: ranks that compile come minutes apart.
@@ -59,7 +60,7 @@ def meet(
     group: dist.ProcessGroup,
     *,
     expected: str,
-    absent: str,
+    absent: str = NOT_CALLED,
     number: int | None = None,
     fault: str | None = None,
 ) -> list[str] | None:
@@ -119,7 +120,7 @@ def require_same(
     group: dist.ProcessGroup,
     *,
     expected: str,
-    absent: str,
+    absent: str = NOT_CALLED,
     differs: str,
     fault: str | None = None,
 ) -> None:
@@ -165,7 +166,7 @@ def raise_on_all(error: Exception, group: object) -> NoReturn:
         if has_others(ranks):
             is_checked = isinstance(error, (TypeError, ValueError))
             fault = f"{error}" if is_checked else f"{type(error).__name__}: {error}"
-            meet(FAULT, fault, ranks, expected=fault, absent="they have not called it", fault=fault)
+            meet(FAULT, fault, ranks, expected=fault, fault=fault)
     raise error
 
 

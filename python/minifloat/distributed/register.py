@@ -41,7 +41,6 @@ def require_same_names(kind: str, names: list[str], group: dist.ProcessGroup) ->
         ", ".join(names),
         group,
         expected=f"expected all {{}} ranks to call {kind} {{}}",
-        absent="they have not called it",
         differs=f"expected {kind} the same layers on all ranks",
     )
 

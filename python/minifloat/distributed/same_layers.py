@@ -138,7 +138,6 @@ def group_of_step(
         text,
         ranks,
         expected=STEP.format("{}", first),
-        absent="they have not called it",
         number=number,
         fault=fault,
     )

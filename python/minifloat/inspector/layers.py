@@ -22,9 +22,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from .._native import ops
 from ..moe.convert.experts import ROUTER_REASON, parameters_of
 from ..moe.convert.experts import products_of as products_in
-from ..moe.feed_forward import compute_dtype, order_rows, take_rows
+from ..moe.feed_forward import order_rows, take_rows
 from ..moe.layer import Experts
 from ..moe.router import Router
+from ..nn.cache.operand_cache import compute_dtype
 from ..nn.convert.filters import Filters
 from ..nn.convert.selection import select
 from ..nn.grouped_product import product_of
@@ -171,12 +172,16 @@ def reason_against(module: nn.Module, weight: Tensor, is_plain: bool) -> str | N
 # ---- one forward and backward --------------------------------------------------------------------
 
 
-def default_loss(model: nn.Module, batch: Any) -> Tensor:
+def call_with(model: nn.Module, batch: Any) -> Any:
     """Calls the model: with a mapping's keywords, a tuple's arguments, or the batch itself."""
     if isinstance(batch, Mapping):
-        out = model(**batch)
-    else:
-        out = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Returns what the model computes of a batch, or its loss."""
+    out = call_with(model, batch)
     return cast(Tensor, getattr(out, "loss", out))
 
 

@@ -251,13 +251,6 @@ def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return call
 
 
-def compute_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype of products with x: autocast's, or its own."""
-    kind = x.device.type
-    is_cast = not x.is_meta and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if is_cast else x.dtype
-
-
 def require_no_tangents(function: str, tensors: Iterable[Tensor | None]) -> None:
     """Raises NotImplementedError where forward-mode differentiation reaches experts.
 

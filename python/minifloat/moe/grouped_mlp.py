@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .._native import ops
 from ..distributed.handshake import raise_on_all
+from ..nn.cache.operand_cache import compute_dtype
 from ..nn.grouped_product import ProductCall, matrix_of
 from ..nn.registry import COMPUTE_DTYPE
 from ..recipe import Recipe
@@ -24,7 +25,6 @@ from .feed_forward import (
     ALPHA,
     Gate,
     Products,
-    compute_dtype,
     input_names,
     order_rows,
     require_no_tangents,

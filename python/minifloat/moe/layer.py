@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..checks import require_bool, require_int, require_text
-from ..nn.cache.operand_cache import SharedInput, conditions_of, share_inputs
+from ..nn.cache.operand_cache import SharedInput, compute_dtype, conditions_of, share_inputs
 from ..nn.grouped_product import (
     HasProducts,
     ProductCall,
@@ -46,7 +46,6 @@ from .feed_forward import (
     ALPHA,
     Gate,
     Products,
-    compute_dtype,
     input_names,
     order_rows,
     require_no_tangents,

@@ -23,6 +23,7 @@ from .cache.operand_cache import WeightCodes, weight_codes
 from .names import PRODUCT, join
 from .registry import ExpertWeightGather, GatherPlan, distributed_functions, is_distributed
 from .state.primary_weights import quantized_again, require_primary_dtype
+from .state.random_state import require_shared_seed
 from .state.recipe_state import DEFAULT_DELAYED, DelayedScaling, ExpertRange, RecipeState
 
 if TYPE_CHECKING:
@@ -149,6 +150,8 @@ class GroupedProduct(RecipeState):
         x: Tensor,
         is_row_major: bool = False,
         needs_columnwise: bool | None = None,
+        ranks: dist.ProcessGroup | None = None,
+        weight_dim: int | None = None,
     ) -> ProductCall:
         """Returns the arguments of a forward now.
 
@@ -159,11 +162,18 @@ class GroupedProduct(RecipeState):
             is_row_major: whether `weight` is B itself.
             needs_columnwise: whether backward computes a gradient of the rows; None: where x
                 requires one.
+            ranks: those that cut each matrix; None: they are whole.
+            weight_dim: of a matrix, which they cut.
         """
         columnwise = x.requires_grad if needs_columnwise is None else needs_columnwise
         columnwise = columnwise and torch.is_grad_enabled()
         local: Tensor = getattr(weight, "_local_tensor", weight)
         text, state = self.recipe.text, self.op_state(x.device)
+        shards: dict[str, Any] = {}
+        if ranks is not None:
+            shards = Sharding.of(ranks)._asdict() | {"weight_dim": weight_dim}
+            if self.rng_state is not None:
+                require_shared_seed(self.rng_state, ranks, self.fqn)
         if self.has_loaded_codes and not isinstance(local, QuantizedTensor):
             # Their values and an adapter's. Nothing rounds codes of a checkpoint again.
             text = self.recipe.with_values.text
@@ -177,7 +187,10 @@ class GroupedProduct(RecipeState):
         elif not isinstance(local, QuantizedTensor):
             cache = None if x.is_meta else self.cache_of(weight)
             w = local.mT if is_row_major else local
-            operands = self.cached_operands(cache, weight, w, x, columnwise, history)
+            w = w.flatten(1, 2) if w.dim() == 4 else w
+            operands = self.cached_operands(
+                cache, weight, w, x, columnwise, history, ranks, **shards
+            )
         elif self.weight_gather is not None:
             operands = self.weight_gather.operands(columnwise)
         else:

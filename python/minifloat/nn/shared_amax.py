@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .._native import ops
 from ..recipe import FORWARD_W, Recipe
 from ..spec import Spec
+from .cache.operand_cache import compute_dtype
 from .names import clean_name
 from .registry import Choice, is_distributed
 
@@ -88,9 +89,7 @@ class AmaxGroup:
             x: its input, whose dtype is the compute dtype outside autocast.
             columnwise: whether dgrad reads the weight.
         """
-        device, recipe = x.device.type, layer.recipe
-        is_autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if is_autocast else x.dtype
+        dtype, recipe = compute_dtype(x), layer.recipe
         row, col = recipe.fprop.b, recipe.dgrad.b
         of_forward = col == FORWARD_W
         if not columnwise or Spec.parse(col).is_bf16:

@@ -9,7 +9,6 @@ training multiplies h, and servers the result.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..checks import require_module
+from ..inspector.layers import call_with, undisturbed
 from ..moe.convert.projections import (
     FORMULA,
     Formula,
@@ -83,16 +83,11 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
             "fp8_tensorwise, got none; mf.export needs none of this model"
         )
     found: dict[str, Tensor] = {}
-    training = [(module, module.training) for module in inner.modules()]
     with ExitStack() as undo, torch.no_grad():
-        if "torch._dynamo" in sys.modules:
-            undo.enter_context(torch.compiler.set_stance("force_eager"))
-        for module, mode in training:
-            undo.callback(setattr, module, "training", mode)
-        inner.eval()
+        undo.enter_context(undisturbed(inner))
         experts = watch(inner, layers, found, undo)
         for batch in batches:
-            run(model, batch)
+            call_with(model, batch)
             for products in experts:
                 products.require_known()
     return joined(layers, found)
@@ -108,16 +103,6 @@ def layers_of(model: nn.Module) -> Iterable[tuple[str, RecipeState]]:
             x = Spec.parse(state.recipe.fprop.a)
             if (x.amax_of == "tensor" and not x.transform) or is_nvfp4_row(x):
                 yield name, state
-
-
-def run(model: nn.Module, batch: Any) -> None:
-    """Calls the model with a batch."""
-    if isinstance(batch, Mapping):
-        model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        model(*batch)
-    else:
-        model(batch)
 
 
 def watch(

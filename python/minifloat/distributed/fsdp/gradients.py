@@ -219,7 +219,6 @@ def _require_same(modules: Sequence[tuple[str, FSDPModule, FSDPParamGroup]], how
             f"the gradients of {', '.join(map(repr, of_ranks))} as {how}",
             ranks,
             expected=ARRIVE,
-            absent="they have not called it",
             differs=ALIKE,
         )
 

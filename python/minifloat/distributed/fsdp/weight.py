@@ -213,7 +213,6 @@ def exchange_scales(modules: Iterable[nn.Module]) -> None:
                 "; ".join([batch.title for batch in batches]),
                 group,
                 expected=ALL_STEP,
-                absent="they have not called it",
                 differs=SAME_WEIGHTS,
             )
         exchange_amaxes(tuple(batches), BOTH_GATHERS)

@@ -350,7 +350,6 @@ class WireLayout:
             self._text,
             cast(dist.ProcessGroup, ranks),
             expected="WireLayout: expected all {} ranks to gather {}",
-            absent="they have not called it",
             differs="WireLayout: expected all ranks to gather by one layout",
         )
         gathered = piece.new_empty(self.ranks * self.piece_bytes)

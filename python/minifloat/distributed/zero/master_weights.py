@@ -92,7 +92,6 @@ class Agreement:
             f"{title}; {known}",
             ranks,
             expected=ALL_CAST,
-            absent="they have not called it",
         )
         if texts is not None or are_new:
             self._renew()

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
+from ...nn.cache.operand_cache import compute_dtype
 from ...nn.convert.reads import NOTHING, Reads
 from ...nn.grouped_product import (
     GroupedProduct,
@@ -42,7 +43,7 @@ from ...nn.names import PRODUCT, join
 from ...nn.registry import is_distributed
 from ...nn.state.recipe_state import ExpertRange
 from ...private_torch import grouped_mm
-from ..feed_forward import Gate, Order, Products, compute_dtype
+from ..feed_forward import Gate, Order, Products
 from .calls import CountedCall
 from .implementations import class_of, code_starts
 from .known import known_digest

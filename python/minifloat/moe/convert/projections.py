@@ -25,13 +25,13 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..._native import ops
+from ...nn.cache.operand_cache import compute_dtype
 from ...nn.convert.reads import first_change
 from ...nn.grouped_product import call_of, matrix_of
 from ..feed_forward import (
     Gate,
     Products,
     add_slots,
-    compute_dtype,
     order_rows,
     require_no_tangents,
     take_rows,

@@ -158,7 +158,6 @@ def require_same_experts(
         "; ".join(parts) or "none",
         group,
         expected="average_expert_gradients: expected all {} ranks of mesh to call it, for {}",
-        absent="they have not called it",
         differs="average_expert_gradients: mesh: expected ranks that hold the same experts, and "
         "gradients of one shape and dtype",
         fault=averaged_before(layers) or why_not_averaged(layers),

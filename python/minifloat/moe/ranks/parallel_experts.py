@@ -35,6 +35,7 @@ from torch import Tensor
 from ..._native import ops
 from ...checks import require_int, require_one_of
 from ...distributed.handshake import require_same
+from ...nn.cache.operand_cache import compute_dtype
 from ...nn.grouped_product import ProductCall, product_of
 from ...nn.registry import CODES, COMPUTE_DTYPE
 from ...nn.state.recipe_state import ExpertRange
@@ -44,7 +45,6 @@ from ...tensor.quantized import Operand
 from ..feed_forward import (
     Order,
     Products,
-    compute_dtype,
     input_names,
     order_rows,
     uncompiled,

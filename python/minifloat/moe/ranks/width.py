@@ -9,19 +9,15 @@ torch.compile does not trace the forward of such experts. Compiled code calls it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...nn.grouped_product import GroupedProduct, ProductCall, Sharding, product_of
+from ...nn.cache.operand_cache import compute_dtype
+from ...nn.grouped_product import ProductCall, Sharding, product_of
 from ...nn.registry import is_distributed
-from ...nn.state.random_state import require_shared_seed
-from ...tensor.quantized_tensor import QuantizedTensor
-from ..feed_forward import compute_dtype, order_rows, uncompiled
-
-if TYPE_CHECKING:
-    pass
+from ..feed_forward import order_rows, uncompiled
 
 EXPECTED = (
     "expected w1, w3 and their biases as DTensors with Shard(1), w2 with Shard(2), a fused w13 "
@@ -79,47 +75,22 @@ def cut_calls(module: Any, x: Tensor) -> list[ProductCall]:
     for name in module.weight_names:
         product = product_of(module, name)
         weight = require_cut(module, name, name if product is None else product.fqn)
-        # A gradient of the rows of w2 always exists, that of routing weights.
-        columnwise = torch.is_grad_enabled() and (name == "w2" or x.requires_grad)
         if product is None:
             found.append(ProductCall())
-        else:
-            found.append(begin_product(product, name, weight, x, columnwise))
+            continue
+        # A gradient of the rows of w2 always exists, that of routing weights.
+        found.append(
+            product.prepare(
+                weight,
+                x,
+                needs_columnwise=name == "w2" or x.requires_grad,
+                ranks=weight.device_mesh.get_group(),
+                weight_dim=1 if name == "w2" else 0,
+            )
+        )
     for name in (*module.bias_names, "b2"):
         require_cut(module, name, name)
     return found
-
-
-def begin_product(
-    product: GroupedProduct, name: str, weight: Any, x: Tensor, columnwise: bool
-) -> ProductCall:
-    """Begins a product: draws its random bits, and casts a weight whose codes are not cached."""
-    local, mesh = weight._local_tensor, weight.device_mesh
-    state = product.op_state(x.device)
-    if product.rng_state is not None:
-        require_shared_seed(product.rng_state, mesh.get_group(), product.fqn)
-    operands: list[Tensor] | None
-    if isinstance(local, QuantizedTensor):
-        operands = local.operands(product.recipe, columnwise)
-    else:
-        operands = product.cached_operands(
-            product.cache_of(weight),
-            weight,
-            local.flatten(1, 2) if local.dim() == 4 else local,
-            x,
-            columnwise,
-            state.get("amax_history"),
-            mesh.get_group(),
-            **Sharding.of(mesh.get_group())._asdict(),
-            weight_dim=1 if name == "w2" else 0,
-        )
-    return ProductCall(
-        product.recipe.text,
-        operands=operands,
-        recompute=product.recompute,
-        reads_values=product.recipe.reads_values_of_w,
-        **state,
-    )
 
 
 @uncompiled

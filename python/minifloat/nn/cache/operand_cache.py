@@ -109,11 +109,17 @@ def fingerprint_of(t: Tensor) -> Fingerprint | None:
     return torch.classes.minifloat.Fingerprint(t.detach()) if has_bytes else None
 
 
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype of products with x: autocast's, or its own."""
+    kind = "cpu" if x.is_cpu else x.device.type  # a property takes less time than a device
+    is_cast = not x.is_meta and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_cast else x.dtype
+
+
 def conditions_of(x: Tensor) -> Conditions:
     """Returns what operands depend on: compute dtype, inference mode, CUDA stream and capture."""
-    kind = "cpu" if x.is_cpu else x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if kind != "cuda":
+    dtype = compute_dtype(x)
+    if not x.is_cuda:
         return dtype, torch.is_inference_mode_enabled(), None, False
     stream = raw_stream(x.device.index)
     capturing = torch.cuda.is_current_stream_capturing()
