@@ -33,6 +33,15 @@ def require_int(
     return number
 
 
+def require_number(name: str, value: object) -> float:
+    """Returns `value` as a float; TypeError where it is no number, ValueError where negative."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {value!r} ({type(value).__name__})")
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name}: expected a finite number of at least 0, got {value}")
+    return float(value)
+
+
 def require_bool(name: str, value: object) -> bool:
     """Returns `value`; TypeError where it is no bool."""
     if not isinstance(value, bool):

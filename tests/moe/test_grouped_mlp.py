@@ -428,6 +428,9 @@ def test_checkpoint_with_create_graph():
         ({"b13": [torch.zeros(E, 2 * H)] * 2}, "b13 for each of 1 matrices, got 2"),
         ({"w13": [torch.zeros(E, H, D)] * 2, "b13": torch.zeros(E, H)}, "of 2 matrices, got 1"),
         ({"b2": torch.zeros(E - 1, D)}, r"expected b2 as \(5, 64\), .*, got \(4, 64\)"),
+        ({"b2": torch.zeros(E, D, dtype=torch.int32)}, "b2 in floating point, got torch.int32"),
+        ({"limit": 0}, "limit: expected a number above 0, or None, got 0"),
+        ({"first_expert": -1}, "first_expert: expected at least 0, got -1"),
         ({"token_ids": torch.arange(3)}, r"token_ids as \(4,\) integers, got torch.int64 \(3,\)"),
         ({"token_ids": torch.arange(4.0)}, "token_ids as .*, got torch.float32"),
     ],
@@ -437,11 +440,28 @@ def test_refuses(changes, message):
         mf.grouped_mlp(**arguments(4, 2, torch.bfloat16) | {"recipe": "mxfp8"} | changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_ids": [0, 1, 2, 3]}, "expected token_ids as a tensor or None, got list"),
+        ({"b2": "x"}, "expected b2 as a tensor or None, got str"),
+        ({"b13": ["x"]}, "expected b13 as a tensor or None, got str"),
+        ({"limit": "x"}, "limit: expected a number, got 'x'"),
+        ({"alpha": None}, "alpha: expected a number, got None"),
+        ({"interleaved": 1}, "interleaved: expected True or False, got 1"),
+        ({"first_expert": 1.5}, "first_expert: expected an int, got 1.5"),
+    ],
+)
+def test_refuses_other_types(changes, message):
+    with pytest.raises(TypeError, match=message):
+        mf.grouped_mlp(**arguments(4, 2, torch.bfloat16) | {"recipe": "mxfp8"} | changes)
+
+
 @pytest.mark.parametrize("bad", [{"limit": -1.0}, {"interleaved": True}])
 def test_a_refused_swiglu_writes_no_amax(bad):
     given = arguments(12, 2, torch.bfloat16)
     given["w13"] = list(given["w13"].chunk(2, 1))
     histories = [torch.zeros(6, E, 2) for _ in range(3)]
-    with pytest.raises(ValueError, match="grouped_mlp: expected"):
+    with pytest.raises(ValueError, match=": expected"):
         mf.grouped_mlp(**given, recipe="fp8_delayed", amax_history=histories, **bad)
     assert not torch.stack(histories).any()

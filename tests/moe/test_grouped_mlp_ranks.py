@@ -172,6 +172,10 @@ def check_bad_input(rank: int) -> None:
     refused(ValueError, "needs rng, got None", group=group, recipe="nvfp4")
     for rng in (torch.zeros(1, dtype=torch.int64), torch.zeros(2), [0, 0]):
         refused(ValueError, r"expected rng as int64 \(2\)", group=group, recipe="nvfp4", rng=rng)
+    refused(ValueError, "token_ids as a tensor or None, got list", group=group, token_ids=[1])
+    one = {"b2": "x"} if rank else {}
+    refused(ValueError, "expected b2 as a tensor or None, got str", group=group, **one)
+    refused(ValueError, "limit: expected a number, got 'x'", group=group, limit="x")
     needs = "needs amax_history, got None"
     refused(ValueError, needs, group=group, recipe="fp8_delayed")
     history = torch.zeros(6, given[2].shape[0], 3)

@@ -3,7 +3,7 @@
 import minifloat as mf
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 DIM = 32
 
@@ -20,6 +20,32 @@ def mixture(recipe="mxfp8"):
 
 
 FORWARD_DELAYED = "fprop=e4m3/tensor+delayed*e4m3/tensor+delayed dgrad=bf16*bf16 wgrad=bf16*bf16"
+
+
+# ---- A tracer ------------------------------------------------------------------------------------
+class WithLeaves(fx.Tracer):
+    def is_leaf_module(self, module, name):
+        return isinstance(module, mf.Linear) or super().is_leaf_module(module, name)
+
+
+def test_a_layer_without_state_is_traced():
+    model, x = nn.Sequential(nn.Linear(DIM, DIM)), torch.randn(4, DIM)
+    mf.quantize_(model, "mxfp8", keep="nothing")
+    assert torch.equal(fx.symbolic_trace(model)(x), model(x))
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
+def test_state_is_not_traced_as_constants(recipe):
+    model, x = nn.Sequential(nn.Linear(DIM, DIM)), torch.randn(4, DIM)
+    mf.quantize_(model, recipe, keep="nothing")
+    with pytest.raises(NotImplementedError, match=r"^0: expected a forward outside torch\.fx"):
+        fx.symbolic_trace(model)
+    traced = fx.GraphModule(model, WithLeaves().trace(model))  # as the message says
+    for _ in range(2):
+        traced(x).sum().backward()
+        mf.step(traced)
+    state = mf.training_state(traced)
+    assert state["rng"][1] == 2 if recipe == "nvfp4" else state["0.amax_history"][0, 0] > 0
 
 
 # ---- A recipe that is assigned -------------------------------------------------------------------

@@ -23,6 +23,7 @@ from .fsdp.private_state import (
 from .fsdp.weight import (
     exchange_scales,
     require_no_shard,
+    require_same_scales,
     wrap_sharded_experts,
     wrap_sharded_weight,
 )
@@ -115,6 +116,7 @@ distributed_functions.plan_experts = plan_experts
 distributed_functions.adopt_experts = wrap_sharded_experts
 distributed_functions.require_no_shard = require_no_shard
 distributed_functions.exchange_scales = exchange_scales
+distributed_functions.require_same_scales = require_same_scales
 distributed_functions.reshard = reshard
 distributed_functions.group_of_step = group_of_step
 distributed_functions.raise_on_all = raise_on_all

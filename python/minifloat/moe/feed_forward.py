@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .._native import ops
+from ..checks import require_number
 from ..nn.grouped_product import ProductCall, Sharding
 from ..tensor.quantized import Operand
 
@@ -143,6 +144,19 @@ class Gate(NamedTuple):
     limit: float | None = None
     alpha: float = ALPHA
     interleaved: bool = False
+
+    @classmethod
+    def of(cls, limit: object, alpha: object, interleaved: bool = False) -> Gate:
+        """Returns the gate of a caller's arguments.
+
+        Raises:
+            TypeError: `limit` or `alpha` is no number.
+            ValueError: one is not finite or negative, or `limit` is 0.
+        """
+        bound = None if limit is None else require_number("limit", limit)
+        if bound == 0:
+            raise ValueError("limit: expected a number above 0, or None, got 0")
+        return cls(bound, require_number("alpha", alpha), interleaved)
 
 
 def input_names(count: int) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._native import ops
+from ..checks import require_bool, require_int
 from ..distributed.handshake import raise_on_all
 from ..nn.cache.operand_cache import compute_dtype
 from ..nn.grouped_product import ProductCall, matrix_of
@@ -130,6 +131,8 @@ def grouped_mlp(
     try:
         require_shapes(x, inputs, w2, indices, weights, histories)
         require_options(x, w2, biases, len(inputs), b2, token_ids)
+        gate = Gate.of(limit, alpha, require_bool("interleaved", interleaved))
+        require_int("first_expert", first_expert, 0)
         require_no_tangents("grouped_mlp", (x, *inputs, w2, weights, *biases, b2))
         parsed = Recipe(recipe)
         require_state(x, parsed, rng, histories)
@@ -160,7 +163,7 @@ def grouped_mlp(
         for name, history, codes in zip(names, histories, operands)
     ]
     matrices = [matrix_of(w, call) for w, call in zip((*inputs, w2), calls)]
-    products = Products(Gate(limit, alpha, interleaved), calls, matrices, biases, b2)
+    products = Products(gate, calls, matrices, biases, b2)
     if ranks is None:
         order = order_rows(indices, w2.shape[0], token_ids)
         return products.sum_slots(x.to(compute_dtype(x)), indices, weights, order)
@@ -310,6 +313,14 @@ def require_options(
         raise ValueError(
             f"grouped_mlp: expected a bias in b13 for each of {inputs} matrices, got {len(biases)}"
         )
+    given = [("b2", b2), ("token_ids", token_ids), *(("b13", bias) for bias in biases)]
+    for name, value in given:
+        if not (value is None or isinstance(value, Tensor)):
+            raise TypeError(
+                f"grouped_mlp: expected {name} as a tensor or None, got {type(value).__name__}"
+            )
+        if name != "token_ids" and value is not None and not value.is_floating_point():
+            raise ValueError(f"grouped_mlp: expected {name} in floating point, got {value.dtype}")
     if b2 is not None and tuple(b2.shape) != tuple(w2.shape[:2]):
         raise ValueError(
             f"grouped_mlp: expected b2 as {tuple(w2.shape[:2])}, by w2's {tuple(w2.shape)}, got "

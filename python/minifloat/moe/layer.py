@@ -52,22 +52,9 @@ from .feed_forward import (
 )
 from .ranks.parallel_experts import ExpertParallel
 from .ranks.width import are_cut, forward_cut
-from .router import Router, require_number
+from .router import Router
 
 TokenCast = Callable[[Tensor], Operand | None]  # of x; None: each reader quantizes x itself
-
-
-def gate_of(limit: object, alpha: object) -> Gate:
-    """Returns the gate of an mf.MoE.
-
-    Raises:
-        TypeError: `limit` or `alpha` is no number.
-        ValueError: one is not finite or negative, or `limit` is 0.
-    """
-    bound = None if limit is None else require_number("limit", limit)
-    if bound == 0:
-        raise ValueError("limit: expected a number above 0, or None, got 0")
-    return Gate(bound, require_number("alpha", alpha))
 
 
 class Experts(HasProducts, nn.Module):
@@ -278,7 +265,7 @@ class MoE(nn.Module):
             experts,
             fused_w13=fused_w13,
             bias=bias,
-            gate=gate_of(limit, alpha),
+            gate=Gate.of(limit, alpha),
             device=device,
             dtype=dtype,
         )

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..checks import require_bool, require_int, require_one_of
+from ..checks import require_bool, require_int, require_number, require_one_of
 from ..function_transforms import require_no_transform
 from ..nn.state.random_state import as_normal
 from ..nn.state.recomputation import repeats_counted_forward
@@ -36,15 +36,6 @@ BALANCES = ("bias", "loss", None)
 COUNTS = ("counts", "step_counts")
 RANKED = 2  # the experts whose scores rank a group
 LEAST_SUM = 1e-20  # of scores that are normalised
-
-
-def require_number(name: str, value: object) -> float:
-    """Returns `value` as a float; TypeError where it is no number, ValueError where negative."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name}: expected a number, got {value!r} ({type(value).__name__})")
-    if not 0 <= value < float("inf"):
-        raise ValueError(f"{name}: expected a finite number of at least 0, got {value}")
-    return float(value)
 
 
 def is_recomputed() -> bool:

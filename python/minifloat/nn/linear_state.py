@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from .._native import ops
 from ..private_torch import is_transformed, tracing_state
@@ -82,7 +83,12 @@ class LinearState(RecipeState):
             input: (…, K), float32 or bfloat16.
             weight: (N, K), the parameter, whole or codes.
             bias: (N), or None.
+
+        Raises:
+            NotImplementedError: torch.fx traces a layer with a state.
         """
+        if type(input) is not Tensor:
+            self.require_no_proxy(input)
         is_compiling, has_dgrad = torch.compiler.is_compiling(), needs_gradient(input)
         sums = weight_sums(self, weight) if self.accumulate else None
         if not weight.is_contiguous():
@@ -112,6 +118,16 @@ class LinearState(RecipeState):
         if sums is not None:
             given.update(sums)
         return ops.linear.default(input, weight, bias, text, **given)
+
+    def require_no_proxy(self, input: object) -> None:
+        """Raises NotImplementedError where torch.fx would keep the layer's state as constants."""
+        has_state = self.rng_state is not None or self.amax_history is not None
+        if has_state and isinstance(input, Proxy):
+            raise NotImplementedError(
+                f"{self.fqn or 'layer'}: expected a forward outside torch.fx.symbolic_trace, which "
+                f"would keep random bits and amaxes of {self.recipe} as constants; use "
+                "torch.export, or a Tracer whose is_leaf_module returns True for this layer"
+            )
 
     def __setattr__(self, name: str, value: Any) -> None:
         gather = self.weight_gather

@@ -65,6 +65,9 @@ class DistributedFunctions:
     require_no_shard: Callable[[nn.Module, str, Tensor], None]
     # layers: exchanges the maxima of their sharded weights, after a step.
     exchange_scales: Callable[[Iterable[nn.Module]], None]
+    # ((layer, its amax history to be), this rank's error or None): raises on all ranks where those
+    # that gather a weight as codes would have other scales.
+    require_same_scales: Callable[[Sequence[tuple[nn.Module, Tensor]], Exception | None], None]
     # model: frees the weights that FSDP2 has gathered.
     reshard: Callable[[nn.Module], None]
     # (model, layers, routers, group of mf.step, error of this rank or None) -> the ranks that end

@@ -190,3 +190,28 @@ def test_swapped_parameters():
 
 def test_another_dtype():
     run_world(2, check_other_dtype)
+
+
+# ---- scales that are loaded ----------------------------------------------------------------------
+
+
+def check_loaded_scales(rank):
+    for kind in (Model, Experts):
+        trained = sharded(converted(kind, "fp8_delayed"))
+        train(trained, use_step=True)
+        state, model = mf.training_state(trained), sharded(converted(kind, "fp8_delayed"))
+        others = {name: (1 + rank) * values for name, values in state.items()}
+        with pytest.raises(ValueError, match="same active amaxes on all ranks, but rank 0 has"):
+            mf.load_training_state(model, others)
+        with pytest.raises(ValueError, match=r"missing .*amax_history"):
+            mf.load_training_state(model, {} if rank else state)
+        assert not any(values.any() for values in mf.training_state(model).values())
+        with pytest.raises(ValueError, match="expected all ranks to begin the same exchange"):
+            model(batch(0)) if rank else mf.load_training_state(model, state)
+        mf.load_training_state(model, state)
+        loaded = mf.training_state(model)
+        assert all(torch.equal(values, loaded[name]) for name, values in state.items())
+
+
+def test_ranks_load_the_same_scales():
+    run_world(2, check_loaded_scales)

@@ -19,7 +19,8 @@ write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -218,3 +219,32 @@ def exchange_scales(modules: Iterable[nn.Module]) -> None:
         exchange_amaxes(tuple(batches), BOTH_GATHERS)
         for batch in batches:
             batch.note_measured()  # for the next gathers
+
+
+def require_same_scales(
+    histories: Sequence[tuple[nn.Module, Tensor]], error: Exception | None
+) -> None:
+    """Compares histories that ranks are about to load: a rank decodes the others' codes by its own.
+
+    Args:
+        histories: (layer, its amax history to be), of those under delayed scaling.
+        error: why this rank cannot load them; None: it can.
+
+    Raises:
+        ValueError: a rank has an error or is missing, or has other active amaxes; on every rank.
+    """
+    amaxes: dict[dist.ProcessGroup, list[Tensor]] = {}
+    for layer, history in histories:
+        gather = layer.__dict__.get("weight_gather")
+        if gather is not None:
+            amaxes.setdefault(gather.group, []).append(history[..., 0].reshape(-1).cpu())
+    for group, active in amaxes.items():
+        digest = sha256(torch.cat(active).numpy().tobytes()).hexdigest()
+        require_same(
+            "mf.load_training_state of a sharded model",
+            f"those of sha256 {digest[:8]}",
+            group,
+            expected="load_training_state: expected all {} ranks to load {}",
+            differs="load_training_state: expected the same active amaxes on all ranks",
+            fault=None if error is None else str(error),
+        )

@@ -242,7 +242,9 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         state: tensors by name, of any device.
 
     Raises:
-        TypeError, ValueError: the state is not one of this model. The model is unchanged then.
+        TypeError, ValueError: the state is not one of this model. Of ranks that gather weights as
+            codes under delayed scaling, one has such a state or another one, or is missing: a
+            ValueError, on every rank. The model is unchanged then.
 
     Example:
         >>> model, resumed = (mf.Linear(64, 32, recipe="nvfp4", seed=7) for _ in range(2))
@@ -251,8 +253,30 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         >>> mf.training_state(resumed)
         {'rng': tensor([7, 1])}
     """
-    name_layers(converted(require_module("load_training_state", model)))
-    wanted = _state_of_rank(model)
+    layers = converted(require_module("load_training_state", model))
+    name_layers(layers)
+    error, loaded = None, []
+    try:
+        require_state(_state_of_rank(model), state)
+    except (TypeError, ValueError) as found:
+        error = found
+    for fqn, layer, history in histories_of(layers):
+        entry, kept = history if error else state[join(fqn, "amax_history")], layer.expert_range
+        loaded.append((layer, entry if error or kept is None else kept.own(entry)))
+    distributed_functions.require_same_scales(loaded, error)
+    if error is not None:
+        raise error
+    for name, rng in _rng_states(model):
+        rng.set(state[name])
+    distributed_functions.reshard(model)  # an evaluation leaves codes under the former scales
+    for layer, entry in loaded:
+        cast(Tensor, layer.amax_history).copy_(entry)
+        layer.evaluates_unscaled &= not entry[..., 0].any().item()
+    forget_weights(layers)
+
+
+def require_state(wanted: Mapping[str, Tensor], state: object) -> None:
+    """Raises TypeError or ValueError where a state is not like the model's own."""
     if not isinstance(state, Mapping):
         raise TypeError(
             f"load_training_state: expected a dict of names and tensors, got {type(state).__name__}"
@@ -282,15 +306,6 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
                 f"load_training_state: {name}: expected counts and amaxes of at least 0, "
                 f"got {entry}"
             )
-    for name, rng in _rng_states(model):
-        rng.set(state[name])
-    layers = converted(model)
-    distributed_functions.reshard(model)  # an evaluation leaves codes under the former scales
-    for fqn, layer, history in histories_of(layers):
-        entry, kept = state[join(fqn, "amax_history")], layer.expert_range
-        history.copy_(entry if kept is None else kept.own(entry))
-        layer.evaluates_unscaled &= not entry[..., 0].any().item()
-    forget_weights(layers)
 
 
 # ---- the random state ----------------------------------------------------------------------------
