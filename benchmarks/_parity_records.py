@@ -264,13 +264,18 @@ def print_tables(records: list[Record]) -> None:
 def draw_images(records: list[Record], trial: str, folder: Path) -> None:
     """Draws parity.png, of the recipes, and parity_nvfp4.png, of nvfp4's variants.
 
-    Of a trial with a name it draws parity_NAME.png, of all runs.
+    Of a trial with a name it draws parity_NAME.png, of runs under one recipe, and
+    parity_NAME_ends.png, of those with a last part.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    if trial:
-        draw_curves(records, BF16, folder / f"parity_{trial}.png")
-        return
     both = (BF16, NVFP4)
+    if trial:
+        recipes = [r for r in records if "then" not in r]
+        ends = [r for r in records if "then" in r or r["name"] in both]
+        draw_curves(recipes, BF16, folder / f"parity_{trial}.png")
+        if any("then" in r for r in ends):
+            draw_curves(ends, BF16, folder / f"parity_{trial}_ends.png")
+        return
     recipes = [r for r in records if r["name"] in both or not is_variant(r["name"])]
     variants = [r for r in records if r["name"] in both or is_variant(r["name"])]
     draw_curves(recipes, BF16, folder / "parity.png")
