@@ -265,16 +265,16 @@ def draw_images(records: list[Record], trial: str, folder: Path) -> None:
     """Draws parity.png, of the recipes, and parity_nvfp4.png, of nvfp4's variants.
 
     Of a trial with a name it draws parity_NAME.png, of runs under one recipe, and
-    parity_NAME_ends.png, of those with a last part.
+    parity_NAME_ends.png, of those with a last part: the gaps alone, since not all have all seeds.
     """
     folder.mkdir(parents=True, exist_ok=True)
     both = (BF16, NVFP4)
     if trial:
         recipes = [r for r in records if "then" not in r]
         ends = [r for r in records if "then" in r or r["name"] in both]
-        draw_curves(recipes, BF16, folder / f"parity_{trial}.png")
+        draw_curves(recipes, BF16, folder / f"parity_{trial}.png", has_losses=False)
         if any("then" in r for r in ends):
-            draw_curves(ends, BF16, folder / f"parity_{trial}_ends.png")
+            draw_curves(ends, BF16, folder / f"parity_{trial}_ends.png", has_losses=False)
         return
     recipes = [r for r in records if r["name"] in both or not is_variant(r["name"])]
     variants = [r for r in records if r["name"] in both or is_variant(r["name"])]
@@ -282,7 +282,7 @@ def draw_images(records: list[Record], trial: str, folder: Path) -> None:
     draw_curves(variants, NVFP4, folder / "parity_nvfp4.png")
 
 
-def draw_curves(records: list[Record], base_name: str, path: Path) -> None:
+def draw_curves(records: list[Record], base_name: str, path: Path, has_losses: bool = True) -> None:
     """Draws training losses, and below them their gaps to a base of the same seeds, by step."""
     import matplotlib
 
@@ -295,7 +295,11 @@ def draw_curves(records: list[Record], base_name: str, path: Path) -> None:
         if record["seed"] in base:
             pair = smoothed(record["loss"], SMOOTHED), base[record["seed"]]
             curves.setdefault(record["name"], []).append(pair)
-    figure, (losses, gaps) = plt.subplots(2, 1, figsize=(12, 9), sharex=True, layout="constrained")
+    panels = 1 + has_losses
+    figure, drawn = plt.subplots(
+        panels, 1, figsize=(12, 4.5 * panels), sharex=True, layout="constrained", squeeze=False
+    )
+    losses, gaps = drawn[0, 0] if has_losses else None, drawn[-1, 0]
     late = [0.0]  # gaps of the last four fifths: early ones would hide them
     names = sorted(curves, key=lambda name: statistics.mean(a[-1] / b[-1] for a, b in curves[name]))
     for i, name in enumerate(names):
@@ -303,7 +307,8 @@ def draw_curves(records: list[Record], base_name: str, path: Path) -> None:
         steps = range(SMOOTHED // 2, SMOOTHED // 2 + len(found[0][0]))
         own = [statistics.mean(values) for values in zip(*(c for c, _ in found), strict=True)]
         label = f"{name}, {len(found)} seed{'s' * (len(found) > 1)}"
-        losses.plot(steps, own, label=f"{label}: {own[-1]:.3f}", linewidth=1, color=color)
+        if losses is not None:
+            losses.plot(steps, own, label=f"{label}: {own[-1]:.3f}", linewidth=1, color=color)
         if name == base_name:
             continue
         each = [[100 * (a / b - 1) for a, b in zip(*pair, strict=True)] for pair in found]
@@ -312,11 +317,12 @@ def draw_curves(records: list[Record], base_name: str, path: Path) -> None:
         ranges = [(min(values), max(values)) for values in zip(*each, strict=True)]
         late += [value for pair in ranges[len(ranges) // 5 :] for value in pair]
         gaps.fill_between(steps, *zip(*ranges, strict=True), alpha=0.12, color=color)
-    losses.set(ylabel="training loss, nats a token", ylim=(1.7, 3.0))
+    if losses is not None:
+        losses.set(ylabel="training loss, nats a token", ylim=(1.7, 3.0))
     gaps.set(xlabel="step", ylabel=f"gap to {base_name} of the same seeds, %")
     gaps.set(ylim=(min(late) - 1, max(late) + 1))
     gaps.axhline(0, color="gray", linewidth=0.8)
-    for axes in (losses, gaps):
+    for axes in drawn[:, 0]:
         title = f"mean of {SMOOTHED} steps; of the last ones"
         axes.legend(title=title, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
         axes.grid(alpha=0.3)

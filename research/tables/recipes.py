@@ -117,7 +117,6 @@ class Wish:
     record: str = ""  # the record of its loss, where that is not the recipe's own
 
 
-LEAST_LOSS_IN_FP4 = {"recipe": "nvfp4", "record": THEN}
 # GPUs, their capabilities, purposes.
 WISHES: tuple[tuple[str, tuple[tuple[int, int], ...], tuple[Wish, ...]], ...] = (
     (
@@ -129,13 +128,13 @@ WISHES: tuple[tuple[str, tuple[tuple[int, int], ...], tuple[Wish, ...]], ...] = 
             Wish("A scale a token and feature: outliers", "fp8_rowwise"),
             Wish("Least memory", "mxfp4"),
             Wish("Blackwell's MXFP8, for its numerics", "mxfp8"),
-            Wish("NVIDIA's NVFP4, with little loss", **LEAST_LOSS_IN_FP4),
+            Wish("NVIDIA's NVFP4, with little loss", "nvfp4", f"{KEPT} then=bf16"),
         ),
     ),
     (
         "B200, B300, RTX 50: never run on one",
         ((10, 0), (10, 3), (12, 0)),
-        (Wish("Speed at bf16's loss", "mxfp8"), Wish("FP4", **LEAST_LOSS_IN_FP4)),
+        (Wish("Speed at bf16's loss", "mxfp8"), Wish("FP4", "nvfp4", THEN)),
     ),
     (
         "RTX 40, L4, L40: never run on one",
