@@ -63,6 +63,11 @@ DENSE = "dense"  # the trial whose records are in RESULTS itself
 LAST = re.compile(r"(.*\S) last=([1-9]\d?)%")
 
 
+def shown_recipe(spec: RunSpec) -> str:
+    """Returns a run's recipe, or the name of a peer's run, which has none here."""
+    return spec.name if spec.name.startswith(OF_PEERS) else spec.recipe
+
+
 class Part(NamedTuple):
     """Steps under one recipe: which, the last of them, and the spec of their gradients."""
 
@@ -115,7 +120,7 @@ class Plan:
 
     @property
     def recipe(self) -> str:
-        return self.spec.name if self.spec.name.startswith(OF_PEERS) else self.spec.recipe
+        return shown_recipe(self.spec)
 
     @property
     def file_name(self) -> str:
@@ -200,30 +205,35 @@ class Trainer:
         Returns:
             The run of the part at hand, which part that is, and whether the last one has ended.
         """
-        *firsts, last = plan.parts(self.trial)
+        parts = plan.parts(self.trial)
+        keys = self.keys_of(parts)
+        own = state.get("part", 0)
+        for begin in reversed(range(own, len(parts))):  # the last part that has a state
+            found = self.read_shared(keys[begin], parts[begin], state if begin == own else {})
+            if found:
+                break
         before: dict[str, Any] = {}
-        key = f"{self.trial.said} {self.fingerprint} {torch.__version__}"
-        for i, part in enumerate(firsts):
-            key = f"{key} {self.key_of(part)}"
-            if state.get("part", 0) <= i:
-                state = self.read_shared(key, part, state)
-                if not state or len(state["losses"]) < part.end:
-                    run = self.new_run(part, state, before)
-                    if not run.train_to(part.end, self.deadline):
-                        return run, i, False
-                    state = self.keep_shared(key, part, run)
-                before, state = state, {}
-            key = f"{key} {part.end}"
-        state = self.read_shared(f"{key} {self.key_of(last)}", last, state)
-        run = self.new_run(last, state, before)
+        state = found
+        for i, part in enumerate(parts[begin:-1], start=begin):
+            if not state or len(state["losses"]) < part.end:
+                run = self.new_run(part, state, before)
+                if not run.train_to(part.end, self.deadline):
+                    return run, i, False
+                state = self.keep_shared(keys[i], part, run)
+            before, state = state, {}
+        run = self.new_run(parts[-1], state, before)
         del before
-        return run, len(firsts), run.train_to(last.end, self.deadline)
+        return run, len(parts) - 1, run.train_to(parts[-1].end, self.deadline)
 
-    def key_of(self, part: Part) -> tuple[object, ...]:
-        """Returns what a part depends on besides those before it and its last step."""
-        spec = part.spec
-        name = spec.name if spec.name.startswith(OF_PEERS) else ""
-        return (name, spec.recipe, spec.keep, spec.seed, part.wire)
+    def keys_of(self, parts: list[Part]) -> list[str]:
+        """Returns what the state of each part depends on, besides its step."""
+        key = f"{self.trial.said} {self.fingerprint} {torch.__version__}"
+        keys = []
+        for part in parts:
+            spec = part.spec
+            keys.append(f"{key} {(shown_recipe(spec), spec.keep, spec.seed, part.wire)}")
+            key = f"{keys[-1]} {part.end}"
+        return keys
 
     def shared_path(self, key: str, part: Part, step: int | str) -> Path:
         """Returns where the state after a step of a part that runs share is."""
@@ -245,10 +255,11 @@ class Trainer:
         A second training has other bits.
         """
         path = self.shared_path(key, part, part.end)
-        if state := load_state(path, self.trial.device):
-            return state
-        save_state(path, run.state())
-        return run.state()
+        state = load_state(path, self.trial.device)
+        if not state:
+            state = run.state()
+            save_state(path, state)
+        return state
 
     def train(self, plan: Plan) -> bool:
         """Trains a run and writes its record, or at the deadline its state: then returns False."""
