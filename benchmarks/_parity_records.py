@@ -11,6 +11,7 @@ import lzma
 import math
 import statistics
 import sys
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import _gpu_timing as timing
 
 Record = dict[str, Any]
+Curves = dict[str, list[tuple[list[float], list[float]]]]  # own and the base's, of each seed
+Panel = Callable[[Any, Curves, str], None]  # (axes, curves, the base's name)
 RESULTS = timing.ROOT / "research" / "parity"
 BF16 = "bf16"
 NVFP4 = "nvfp4 keep=nvfp4_paper"  # whose variants have a table and an image of their own
@@ -261,6 +264,84 @@ def print_tables(records: list[Record]) -> None:
 
 
 # ---- Curves --------------------------------------------------------------------------------------
+def draw_losses(axes: Any, curves: Curves, base_name: str) -> None:
+    """Draws mean training losses."""
+    for i, (name, runs) in enumerate(curves.items()):
+        draw_mean(axes, i, name, [own for own, _ in runs], ".3f")
+    axes.set(ylabel="training loss, nats a token", ylim=(1.7, 3.0))
+
+
+def draw_gaps(axes: Any, curves: Curves, base_name: str) -> None:
+    """Draws mean gaps to a base, and between which values those of the seeds are."""
+    late = [0.0]  # gaps of the last four fifths: early ones would hide them
+    for i, (name, runs) in enumerate(curves.items()):
+        if name == base_name:
+            continue
+        each = [[100 * (a / b - 1) for a, b in zip(*pair, strict=True)] for pair in runs]
+        ranges = [(min(values), max(values)) for values in zip(*each, strict=True)]
+        late += [value for pair in ranges[len(ranges) // 5 :] for value in pair]
+        line = draw_mean(axes, i, name, each, "+.2f", "%")
+        bounds = zip(*ranges, strict=True)
+        axes.fill_between(line.get_xdata(), *bounds, alpha=0.12, color=line.get_color())
+    axes.set(ylabel=f"gap to {base_name} of the same seeds, %")
+    axes.set(ylim=(min(late) - 1, max(late) + 1))
+    axes.axhline(0, color="gray", linewidth=0.8)
+
+
+def draw_mean(
+    axes: Any, place: int, name: str, runs: list[list[float]], digits: str, unit: str = ""
+) -> Any:
+    """Draws the mean of runs, in the color of a recipe's place; returns the line."""
+    import matplotlib
+
+    mean = [statistics.mean(values) for values in zip(*runs, strict=True)]
+    steps = range(SMOOTHED // 2, SMOOTHED // 2 + len(mean))
+    seeds = f"{len(runs)} seed{'s' * (len(runs) > 1)}"
+    color = matplotlib.colormaps["tab20"](2 * place % 20 + place // 10)
+    label = f"{name}, {seeds}: {mean[-1]:{digits}}{unit}"
+    (line,) = axes.plot(steps, mean, label=label, linewidth=1, color=color)
+    return line
+
+
+def draw_curves(
+    records: list[Record],
+    base_name: str,
+    path: Path,
+    panels: Sequence[Panel] = (draw_losses, draw_gaps),
+) -> None:
+    """Draws panels below each other, by step, of runs beside a base's of the same seeds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    base = {r["seed"]: smoothed(r["loss"], SMOOTHED) for r in records if r["name"] == base_name}
+    found: Curves = {}
+    for record in records:
+        if record["seed"] in base:
+            pair = smoothed(record["loss"], SMOOTHED), base[record["seed"]]
+            found.setdefault(record["name"], []).append(pair)
+    names = sorted(found, key=lambda name: statistics.mean(a[-1] / b[-1] for a, b in found[name]))
+    curves = {name: found[name] for name in names}
+    figure, drawn = plt.subplots(
+        len(panels),
+        1,
+        figsize=(12, 4.5 * len(panels)),
+        sharex=True,
+        layout="constrained",
+        squeeze=False,
+    )
+    for draw, axes in zip(panels, drawn[:, 0], strict=True):
+        draw(axes, curves, base_name)
+        title = f"mean of {SMOOTHED} steps; of the last ones"
+        axes.legend(title=title, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+        axes.grid(alpha=0.3)
+    drawn[-1, 0].set(xlabel="step")
+    figure.suptitle("Means over seeds; shaded: from the lowest to the highest seed")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def draw_images(records: list[Record], trial: str, folder: Path) -> None:
     """Draws parity.png, of the recipes, and parity_nvfp4.png, of nvfp4's variants.
 
@@ -272,60 +353,11 @@ def draw_images(records: list[Record], trial: str, folder: Path) -> None:
     if trial:
         recipes = [r for r in records if "then" not in r]
         ends = [r for r in records if "then" in r or r["name"] in both]
-        draw_curves(recipes, BF16, folder / f"parity_{trial}.png", has_losses=False)
+        draw_curves(recipes, BF16, folder / f"parity_{trial}.png", [draw_gaps])
         if any("then" in r for r in ends):
-            draw_curves(ends, BF16, folder / f"parity_{trial}_ends.png", has_losses=False)
+            draw_curves(ends, BF16, folder / f"parity_{trial}_ends.png", [draw_gaps])
         return
     recipes = [r for r in records if r["name"] in both or not is_variant(r["name"])]
     variants = [r for r in records if r["name"] in both or is_variant(r["name"])]
     draw_curves(recipes, BF16, folder / "parity.png")
     draw_curves(variants, NVFP4, folder / "parity_nvfp4.png")
-
-
-def draw_curves(records: list[Record], base_name: str, path: Path, has_losses: bool = True) -> None:
-    """Draws training losses, and below them their gaps to a base of the same seeds, by step."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    base = {r["seed"]: smoothed(r["loss"], SMOOTHED) for r in records if r["name"] == base_name}
-    curves: dict[str, list[tuple[list[float], list[float]]]] = {}
-    for record in records:
-        if record["seed"] in base:
-            pair = smoothed(record["loss"], SMOOTHED), base[record["seed"]]
-            curves.setdefault(record["name"], []).append(pair)
-    panels = 1 + has_losses
-    figure, drawn = plt.subplots(
-        panels, 1, figsize=(12, 4.5 * panels), sharex=True, layout="constrained", squeeze=False
-    )
-    losses, gaps = drawn[0, 0] if has_losses else None, drawn[-1, 0]
-    late = [0.0]  # gaps of the last four fifths: early ones would hide them
-    names = sorted(curves, key=lambda name: statistics.mean(a[-1] / b[-1] for a, b in curves[name]))
-    for i, name in enumerate(names):
-        found, color = curves[name], plt.get_cmap("tab20")(2 * i % 20 + i // 10)
-        steps = range(SMOOTHED // 2, SMOOTHED // 2 + len(found[0][0]))
-        own = [statistics.mean(values) for values in zip(*(c for c, _ in found), strict=True)]
-        label = f"{name}, {len(found)} seed{'s' * (len(found) > 1)}"
-        if losses is not None:
-            losses.plot(steps, own, label=f"{label}: {own[-1]:.3f}", linewidth=1, color=color)
-        if name == base_name:
-            continue
-        each = [[100 * (a / b - 1) for a, b in zip(*pair, strict=True)] for pair in found]
-        middle = [statistics.mean(values) for values in zip(*each, strict=True)]
-        gaps.plot(steps, middle, label=f"{label}: {middle[-1]:+.2f}%", linewidth=1, color=color)
-        ranges = [(min(values), max(values)) for values in zip(*each, strict=True)]
-        late += [value for pair in ranges[len(ranges) // 5 :] for value in pair]
-        gaps.fill_between(steps, *zip(*ranges, strict=True), alpha=0.12, color=color)
-    if losses is not None:
-        losses.set(ylabel="training loss, nats a token", ylim=(1.7, 3.0))
-    gaps.set(xlabel="step", ylabel=f"gap to {base_name} of the same seeds, %")
-    gaps.set(ylim=(min(late) - 1, max(late) + 1))
-    gaps.axhline(0, color="gray", linewidth=0.8)
-    for axes in drawn[:, 0]:
-        title = f"mean of {SMOOTHED} steps; of the last ones"
-        axes.legend(title=title, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
-        axes.grid(alpha=0.3)
-    figure.suptitle("Means over seeds; shaded: from the lowest to the highest seed")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
