@@ -22,7 +22,7 @@ import minifloat as mf
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from minifloat.doctor.products import product_dtype
+from _measure import product_dtype
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard

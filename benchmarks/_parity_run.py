@@ -14,11 +14,10 @@ from typing import Any
 import _gpu_timing as timing  # noqa: F401  first: it makes minifloat importable
 import torch
 from _entries import RunSpec
-from _measure import PeakMemory
+from _measure import PeakMemory, product_dtype
 from _parity_tokens import VOCABULARY
 from _parity_wire import RANKS, Wire
 from _peers import OF_PEERS, convert_by_peer
-from minifloat.doctor.products import product_dtype
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import load_training_state, training_state
 from minifloat.nn.state.model_state import step as finish_step

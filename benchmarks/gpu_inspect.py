@@ -20,11 +20,11 @@ from pathlib import Path
 
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
+from _measure import product_dtype
 from _parity_records import BF16
 from _parity_run import Run, Text, Trial, Windows
 from _parity_tokens import load_tokens
 from gpu_parity import Plan
-from minifloat.doctor.products import product_dtype
 from minifloat.inspector.inspect import inspect
 from minifloat.inspector.inspection import Inspection
 from recipe_map import LOW, map_in_order

@@ -61,11 +61,10 @@ from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
-from _measure import PeakMemory, step_flops
+from _measure import PeakMemory, product_dtype, step_flops
 from _parity_records import BF16, Record, read_record, write_record
 from _parity_run import LossLlama
 from _peers import OF_PEERS, convert_by_peer
-from minifloat.doctor.products import product_dtype
 from minifloat.nn.checkpoint_policy import checkpoint_policy
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import step as finish_step

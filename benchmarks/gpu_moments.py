@@ -36,8 +36,8 @@ from typing import Any
 import _gpu_timing as timing  # first: it makes minifloat importable
 import minifloat as mf
 import torch
+from _measure import product_dtype
 from _moment_cases import OPTIMIZERS, Options, run_cases, state_bytes
-from minifloat.doctor.products import product_dtype
 from torch import Tensor, nn
 
 from tests.support.llama import Llama, ModelConfig, cross_entropy, init_weights

@@ -21,7 +21,7 @@ from pathlib import Path
 import _gpu_timing as timing  # first: it makes minifloat importable
 import minifloat as mf
 import torch
-from minifloat.doctor.products import product_dtype
+from _measure import product_dtype
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 

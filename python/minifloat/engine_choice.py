@@ -15,6 +15,13 @@ __all__ = ["Engine", "engines"]
 CPU = (0, 0)
 
 
+def find_device() -> tuple[str, tuple[int, int]]:
+    """Returns "cuda" where torch and this build have it, else "cpu"; and the capability."""
+    if torch.cuda.is_available() and ops.has_cuda():
+        return "cuda", torch.cuda.get_device_capability()
+    return "cpu", CPU
+
+
 @dataclass(frozen=True)
 class Engine:
     """What multiplies one product of a recipe.

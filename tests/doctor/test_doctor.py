@@ -81,22 +81,22 @@ GPU = ["NVIDIA H100, compute capability 9.0, 81559 MiB"]
 
 
 @pytest.mark.parametrize(
-    ("gpus", "driver", "backend", "dtype", "want"),
+    ("gpus", "driver", "backend", "has_bf16", "want"),
     [
-        ("not found: none", "not found: nvidia-smi", False, "bf16", []),
-        ("not found: too old", "580.1", True, "bf16", ["a torch that sees .*too old"]),
-        (GPU, "580.1", False, "bf16", ["the CUDA backend, which this build lacks.*nvcc"]),
-        (GPU, "580.1", True, "bf16", ["casts on GPU 0; not found: no code", "CUTLASS"]),
-        ([], "580.1", True, "fp32", ["fast bf16 products.*fp32"]),
+        ("not found: none", "not found: nvidia-smi", False, True, []),
+        ("not found: too old", "580.1", True, True, ["a torch that sees .*too old"]),
+        (GPU, "580.1", False, True, ["the CUDA backend, which this build lacks.*nvcc"]),
+        (GPU, "580.1", True, True, ["casts on GPU 0; not found: no code", "CUTLASS"]),
+        ([], "580.1", True, False, ["fast bf16 products.*fp32"]),
     ],
 )
-def test_what_is_missing(monkeypatch, gpus, driver, backend, dtype, want):
+def test_what_is_missing(monkeypatch, gpus, driver, backend, has_bf16, want):
     def cast_on(index):
         raise RuntimeError("no code")
 
     monkeypatch.setattr(report, "driver", lambda: driver)
     monkeypatch.setattr(report, "cast_on", cast_on)
-    monkeypatch.setattr(report, "describe_product_dtype", lambda device: dtype)
+    monkeypatch.setattr(report, "has_fast_bf16", lambda: has_bf16)
     monkeypatch.setattr(_native.ops, "has_cuda", lambda: backend)
     lines = list(report.find_missing(gpus))
     if mf.engines("mxfp8", (9, 0), experts=True)[0].name != "exact_grouped":

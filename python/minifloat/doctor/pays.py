@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from ..engine_choice import engines
+from ..engine_choice import engines, find_device
 from ..recipe import presets
 from .meter import Meter
 from .model_sizes import ModelSizes, read_sizes
 from .predict import Job, Row, predict, table
-from .products import find_device
 
 TOKENS, SEQUENCE = 16384, 4096
 ROUNDED = 3  # digits of the ms in JSON

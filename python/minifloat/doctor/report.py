@@ -17,21 +17,20 @@ from timeit import timeit
 from typing import Any
 
 import torch
-from torch import nn
 
 from .._native import ops, torches
 from .._version import __version__
-from ..engine_choice import engines
-from ..nn.convert.quantize import quantize_
-from ..nn.state.model_state import step
+from ..engine_choice import engines, find_device
+from ..private_torch import has_fast_bf16
 from ..recipe import presets
 from ..tensor.quantized import Quantized, quantize
-from .products import cuda_seconds, describe_product_dtype, find_device
+from .meter import layer_call, time_on_gpu
+from .model_sizes import Part
+from .predict import BF16
 
 INSTRUCTIONS = ("avx2", "avx512_f", "avx512_bw", "avx512_bf16", "amx_bf16", "neon", "bf16", "sve")
 LAYERS = {"cuda": (16384, 4096, 4096), "cpu": (512, 1024, 1024)}  # tokens, K, N of the timed layer
 SECONDS = 0.7  # of the rounds of one recipe
-CALLS = 4  # of a GPU in a round
 REBUILD = "in a clone of minifloat with nvcc on the path, run `pip install .`"
 
 
@@ -114,7 +113,7 @@ def describe_cpu() -> dict[str, str]:
         "name": f"{has.get('cpu_name', 'unnamed')}, {platform.machine()}",
         "instructions": " ".join(names) or f"none of {', '.join(INSTRUCTIONS)}",
         "threads": f"{torch.get_num_threads()} of {has.get('num_logical_cores')} CPUs",
-        "bf16 products in": describe_product_dtype("cpu"),
+        "bf16 products in": "bf16" if has_fast_bf16() else "fp32: none is fast on this CPU",
     }
 
 
@@ -146,7 +145,7 @@ def find_missing(gpus: list[str] | str) -> Iterator[str]:
         experts = engines("mxfp8", (9, 0), experts=True)[0].name
         if experts == "exact_grouped" and any("capability 9.0" in gpu for gpu in gpus):
             yield f"kernels for products of experts, which need CUTLASS's headers; {REBUILD}"
-    if describe_product_dtype("cpu") != "bf16":
+    if not has_fast_bf16():
         yield "fast bf16 products of this CPU (x86-64 needs AVX-512); they are computed in fp32"
 
 
@@ -175,26 +174,11 @@ def time_layer(recipe: str, device: str) -> list[float]:
     Both run in turns, in eager mode. Each call quantizes the weight.
     """
     tokens, k, n = LAYERS[device]
-    made: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
-    x, g = torch.randn(tokens, k, **made).requires_grad_(), torch.randn(tokens, n, **made)
-    layers: list[Any] = [nn.Linear(k, n, bias=False, **made) for _ in range(2)]
-    if recipe != "bf16":
-        quantize_(layers[1], recipe)
-        layers[1].weight_codes = None  # which later micro-batches of a step would read
-
-    def call(layer: nn.Module) -> None:
-        layer(x).backward(g)
-        layer.zero_grad()
-        x.grad = None
-
-    for layer in 3 * layers:  # delayed scaling has its first scales after two steps
-        call(layer)
-        step(layers[1])
+    layer = Part("the timed layer", k, (n,), 1)
+    calls = [layer_call(layer, each, tokens, torch.device(device)) for each in (BF16, recipe)]
     times: list[list[float]] = [[], []]
     begin = time.perf_counter()
     while not times[0] or time.perf_counter() - begin < SECONDS:
-        for layer, ms in zip(layers, times):
-            once = partial(call, layer)
-            seconds = cuda_seconds(once, CALLS) if device == "cuda" else timeit(once, number=1)
-            ms.append(1e3 * seconds)
+        for call, ms in zip(calls, times):
+            ms.append(time_on_gpu(call, 0) if device == "cuda" else 1e3 * timeit(call, number=1))
     return [statistics.median(ms) for ms in times]
