@@ -134,8 +134,9 @@ struct OperandSizes {
   }
 };
 
-// Checks the origin: the random counter (core/philox.h) has 32 bits for the row and 32 for each 16
-// columns.   rows: of all parts
+// Checks the origin: a column within a block has other codes than the whole's, and the random
+// counter (core/philox.h) has 32 bits for the row and 32 for each 16 columns.
+//   rows: of all parts
 void check_origin(const Operand& operand, std::int64_t rows, std::int64_t cols) {
   const Spec& spec = operand.spec;
   const Origin& origin = operand.origin;
@@ -143,21 +144,17 @@ void check_origin(const Operand& operand, std::int64_t rows, std::int64_t cols) 
   MINIFLOAT_CHECK(origin.row >= 0 && origin.col >= 0,
                   "quantize: expected an origin of zero or more, got (", origin.row, ", ",
                   origin.col, ")");
-  if (spec.transform > 0)
-    MINIFLOAT_CHECK(
-        origin.col % spec.transform == 0,
-        "quantize: expected an origin along the contraction dimension that is a multiple of ",
-        spec.transform, " under ", spec.str(), ", got ", origin.col);
+  const int aligned = std::max(spec.col_alignment(), spec.stochastic ? kElementsPerCall : 1);
+  MINIFLOAT_CHECK(origin.col % aligned == 0,
+                  "quantize: expected an origin along the contraction dimension that is a multiple "
+                  "of ",
+                  aligned, " under ", spec.str(), ", got ", origin.col);
   if (!spec.stochastic) return;
   MINIFLOAT_CHECK(
       rows <= kRows && origin.row <= kRows - rows && cols <= kCols && origin.col <= kCols - cols,
       "quantize: expected rows up to 2^32 and columns up to 2^36 under ", spec.str(),
       ", as its random bits repeat beyond; got rows [", origin.row, ", ", origin.row, " + ", rows,
       ") and columns [", origin.col, ", ", origin.col, " + ", cols, ") as read");
-  MINIFLOAT_CHECK(origin.col % 16 == 0,
-                  "quantize: expected an origin along the contraction dimension that is a multiple "
-                  "of 16 under ",
-                  spec.str(), ", got ", origin.col);
 }
 
 // Checks an operand whose rows lie apart, and adds its codes and scales.

@@ -100,6 +100,9 @@ struct Spec {
   bool reads_values() const { return minifloat::reads_values(scale_rounding); }
   bool has_row_amax() const { return outer_scale(rule) == OuterScale::kRow; }
   bool has_blocks() const { return block_rows > 0; }
+  // A cut at multiples of these splits no block, transform or byte of codes.
+  int row_alignment() const { return std::max(block_rows, 1); }
+  int col_alignment() const { return std::max({block_cols, transform, code_bits() == 4 ? 2 : 1}); }
   // Returns whether the fp32 scales of the tensor or of rows are computed from their amaxes, beside
   // which the scales of blocks are stored.
   bool has_outer_amax() const { return has_blocks() && outer_scale(rule) != OuterScale::kNone; }

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from minifloat._native import ops
+from minifloat.spec import Spec
 
 from tests.support import oracle
 from tests.support.specs import SPECS, flagged
@@ -151,6 +152,19 @@ def test_a_shard_gets_the_bytes_of_the_whole(spec):
     whole = mf.tensor.quantize(x, spec, columnwise=True, amax=amax, seed=9)
     first, last = (n * whole.codes.shape[1] // 128 for n in (32, 96))
     assert torch.equal(down.codes, whole.codes[:, first:last])
+
+
+OF_BLOCKS = "mxfp8", "mxfp8+sr", "mxfp8/32x32", "e4m3/1x128", "e4m3/128x128", "nvfp4"
+
+
+@pytest.mark.parametrize("spec", [*OF_BLOCKS, "nvfp4/16x16+sr", "mxfp4+rht64", "e4m3/tensor+sr"])
+def test_an_origin_within_a_block_is_refused(spec):
+    """Its codes would be others than the whole's."""
+    parsed = Spec.parse(spec)
+    cols = max(parsed.alignment[1], 16 * ("+sr" in spec))
+    mf.tensor.quantize(torch.ones(128, 128), spec, origin=(0, 3 * cols))
+    with pytest.raises(ValueError, match=f"origin .* a multiple of {cols} under"):
+        mf.tensor.quantize(torch.ones(128, 128), spec, origin=(0, cols // 2))
 
 
 @pytest.mark.parametrize("spec", ["nvfp4", "e4m3/tensor", "e4m3/row", "mxfp8/32x32", "nvfp4+rht"])

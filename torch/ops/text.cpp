@@ -58,11 +58,8 @@ SpecInfo spec_info(const std::string& text) {
   const Spec& spec = bridge::parse_spec(text);
   const char* amax_of = spec.has_tensor_amax() ? "tensor" : spec.has_row_amax() ? "row" : "";
   const std::int64_t code_bits = spec.is_bf16() ? 16 : spec.code_bits();
-  const std::int64_t codes_a_byte = spec.code_bits() == 4 ? 2 : 1;
   const std::int64_t block = std::int64_t{spec.block_rows} * spec.block_cols;
   const double scale_bits = 8.0 * static_cast<double>(spec.scale_bytes());
-  const Ints alignment = {std::max(spec.block_rows, 1),
-                          std::max<std::int64_t>({spec.block_cols, spec.transform, codes_a_byte})};
   return {spec.str(),
           name_of(spec.elements),
           name_of(spec.rule),
@@ -71,7 +68,7 @@ SpecInfo spec_info(const std::string& text) {
           code_bits,
           code_bits + (spec.has_blocks() ? scale_bits / block : 0),
           {spec.block_rows, spec.block_cols},
-          alignment,
+          {spec.row_alignment(), spec.col_alignment()},
           spec.group_unit(),
           spec.transform,
           spec.is_bf16(),

@@ -179,8 +179,10 @@ def quantize(
             differ in the lowest bit alone have the same signs of the transform: the two operands of
             a product take such a pair.
         origin: (row, col) of x within the matrix that x is a shard of. The codes are those that the
-            whole matrix has there. Under `+sr` and `+eden` x must end within 2^32 rows and 2^36
-            columns, as read, of that matrix.
+            whole matrix has there. So its column, as read, cuts no block, transform or byte of
+            codes; nor may its row, where blocks have several, which is not checked: a matrix of its
+            own may begin at any. Under `+sr` and `+eden` the column is a multiple of 16, and x must
+            end within 2^32 rows and 2^36 columns of that matrix.
         groups: the table that group_table(offs, rows) returned, for x (rows, cols). Each group
             is cast as a matrix of its own. Rows past the last group are not read.
         group_unit: least unit of the columns of a columnwise operand: 16, 32, 64 or 128; 0: the
