@@ -10,7 +10,7 @@
 //     };
 #pragma once
 
-#include <torch/nn/module.h>
+#include <torch/nn/cloneable.h>
 #include <torch/nn/pimpl.h>
 
 #include <cstdint>
@@ -76,10 +76,12 @@ struct LinearOptions {
 // evaluation mode repeats the last. Each forward pass casts the weight; no codes are kept. Passes
 // of one module may run at once, except in training mode under a stochastic recipe, where each
 // counts. The constructor throws c10::ValueError for +delayed, whose histories a module lacks.
-class LinearImpl : public torch::nn::Module {
+class LinearImpl : public torch::nn::Cloneable<LinearImpl> {
  public:
   explicit LinearImpl(LinearOptions options);
   LinearImpl(std::int64_t in_features, std::int64_t out_features, const Recipe& recipe);
+
+  void reset() override;  // makes the parameters anew
 
   at::Tensor forward(const at::Tensor& x);
 

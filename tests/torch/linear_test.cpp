@@ -39,6 +39,22 @@ TEST(TorchLinear, GradientsFollowTheProducts) {
   EXPECT_LT(relative_error(grads[1], g.t().matmul(x)), kBound);
 }
 
+TEST(TorchLinear, ModulesAreCloned) {
+  nn::LinearOptions options;
+  options.in_features = 64;
+  options.out_features = 48;
+  options.recipe = Recipe::parse("fprop=nvfp4+sr*nvfp4 dgrad=bf16*bf16 wgrad=bf16*bf16");
+  torch::nn::Sequential net(nn::Linear{options});
+  const auto x = torch::randn({32, 64});
+  net->forward(x);
+  const auto clone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(net->clone());
+  EXPECT_TRUE(torch::equal(clone->forward(x), net->forward(x)));  // the count of forwards too
+  const torch::NoGradGuard guard;
+  clone->parameters()[0].zero_();
+  EXPECT_TRUE(net->parameters()[0].any().item<bool>());
+  EXPECT_EQ(clone->parameters().size(), 2U);
+}
+
 TEST(TorchLinear, StochasticModulesDrawFreshBitsInTrainingOnly) {
   torch::manual_seed(0);
   nn::LinearOptions options;

@@ -63,6 +63,10 @@ LinearImpl::LinearImpl(LinearOptions options) : options_(std::move(options)) {
       !options_.recipe.is_delayed(),
       "Linear: delayed scaling keeps histories between steps; call minifloat::linear with "
       "LinearState::amax_history");
+  reset();
+}
+
+void LinearImpl::reset() {
   weight = register_parameter("weight", at::empty({options_.out_features, options_.in_features}));
   torch::nn::init::kaiming_uniform_(weight, std::sqrt(5.0));
   if (options_.bias) {
