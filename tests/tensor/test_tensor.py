@@ -249,10 +249,37 @@ def test_in_place_ops_round_the_new_values(update):
     assert same(w, mf.QuantizedTensor.from_tensor(want, "mxfp8", "nvfp4"))
 
 
+@pytest.mark.parametrize("index", [1, (slice(None), 3), slice(2, 5), [4, 2], (..., 0), ...])
+def test_elements_are_written_by_index(index):
+    w = mf.QuantizedTensor.from_tensor(values(), "mxfp8", "nvfp4")
+    want = w.dequantize()
+    want[index] = w[index] = 3.0
+    assert same(w, mf.QuantizedTensor.from_tensor(want, "mxfp8", "nvfp4"))
+    parameter = nn.Parameter(w)
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        parameter[index] = 1.0
+
+
+def test_the_diagonal_is_written():
+    w = mf.QuantizedTensor.from_tensor(values(), "mxfp8", "nvfp4")
+    want = w.dequantize().fill_diagonal_(9.0)
+    assert w.fill_diagonal_(9.0) is w
+    assert same(w, mf.QuantizedTensor.from_tensor(want, "mxfp8", "nvfp4"))
+
+
+PARTS = [
+    lambda w: w[1:3],
+    lambda w: w.split(2)[0],
+    lambda w: w.chunk(2, 1)[1],
+    lambda w: w.tensor_split(2)[0],
+]
+
+
+@pytest.mark.parametrize("part_of", PARTS)
 @pytest.mark.parametrize("write", [torch.Tensor.zero_, lambda t: t.copy_(t.clone())])
-def test_a_slice_is_not_written_to(write):
+def test_a_slice_is_not_written_to(write, part_of):
     w = mf.QuantizedTensor.from_tensor(values(), "e4m3/tensor")
-    part = w[1:3]
+    part = part_of(w)
     with pytest.raises(ValueError, match="a write to it would not reach the whole"):
         write(part.detach())
     write(part.clone())

@@ -238,14 +238,16 @@ def as_strided(
 
 
 def copy_slice(x: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
-    """Copies [start, end) of one dimension of both directions."""
+    """Copies [start, end) of one dimension of both directions, for what torch has as a view."""
     last = x.dim() - 1
 
     def slice_part(part: Quantized) -> Quantized:
         is_swapped = part.columnwise and dim >= last - 1
         return slice_elements(part, 2 * last - 1 - dim if is_swapped else dim, start, end)
 
-    return x._map(slice_part)
+    out = x._map(slice_part)
+    out.is_slice = True
+    return out
 
 
 @handles(aten.split.Tensor, aten.split_with_sizes.default)
@@ -280,9 +282,7 @@ def slice_(
     begin, stop, _ = slice(start, end).indices(x.shape[dim])
     if (begin, stop) == (0, x.shape[dim]):
         return alias(func, x)
-    out = copy_slice(x, dim, begin, max(begin, stop))
-    out.is_slice = True
-    return out
+    return copy_slice(x, dim, begin, max(begin, stop))
 
 
 # ---- collectives ---------------------------------------------------------------------------------

@@ -13,10 +13,10 @@ of its own. Ops are of four kinds:
 
 The handlers of ops are in dispatch.py.
 
-Only views of the whole tensor share its memory. A write to w.t() or w[0] does not change w. A write
-to w[:32], a copy of codes, is refused: a checkpoint that is loaded into other shards than it was
-saved from would write so. `w.data = values` gives w new memory, as torch does, with the values'
-codes.
+Only views of the whole tensor share its memory. A write to w.t() or w.diagonal() does not change w;
+`w[0] = value` does. A write to a slice or a part, such as w.chunk(2)[0], is refused: a checkpoint
+that is loaded into other shards than it was saved from would write so. `w.data = values` gives w
+new memory, as torch does, with the values' codes.
 """
 
 from __future__ import annotations
@@ -250,6 +250,19 @@ class QuantizedTensor(MemoryOfCodes, Tensor):
         out = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         out._hold(rowwise, columnwise)
         return out
+
+    # torch makes these of views, whose memory is not that of the codes.
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Writes to elements: all values are rounded again."""
+        values = self.detach().dequantize()
+        values[index] = value
+        self.copy_(values)
+
+    def fill_diagonal_(self, value: float, wrap: bool = False) -> QuantizedTensor:
+        """Writes to the diagonal: all values are rounded again."""
+        self.copy_(self.detach().dequantize().fill_diagonal_(value, wrap))
+        return self
 
     def _write(self, source: Tensor) -> None:
         """Writes a source in place: its bytes where the layouts are equal, else rounded values."""
