@@ -21,8 +21,10 @@ from .checks import require_module
 from .inspector.guard import StepGuard
 from .nn.convert.selection import is_conv1d, reason_against_linear
 from .nn.names import join
+from .nn.registry import is_distributed
 from .nn.state.model_state import load_training_state, step, training_state
 from .nn.state.recipe_state import require_converted
+from .tensor.quantized_tensor import QuantizedTensor
 
 FILE = "minifloat_training_state.safetensors"
 OWN_FILES = ("pytorch_model_fsdp*", "global_step*")  # FSDP's and DeepSpeed's, loaded by themselves
@@ -112,13 +114,15 @@ class TrainingStateCallback(TrainerCallback):
 
 
 def require_loaded(model: nn.Module, folder: Path) -> None:
-    """Checks that the weights of a checkpoint that the Trainer cannot load are the model's.
+    """Checks that the weights of a checkpoint are the model's, so that it is the one resumed from.
 
     save_pretrained gives experts of some models the names and shapes of their first release. The
     Trainer loads a checkpoint by the model's names, and only warns of weights that it did not find.
 
+    Weights that ranks share, and those that are codes, are not compared.
+
     Raises:
-        ValueError: such a weight of the model is not the checkpoint's.
+        ValueError: a weight of the model is not the checkpoint's.
     """
     files = files_of(folder)
     if not files or any(True for pattern in OWN_FILES for _ in folder.glob(pattern)):
@@ -129,6 +133,15 @@ def require_loaded(model: nn.Module, folder: Path) -> None:
     missing = [n for n, t in state.items() if id(t) not in loaded and n not in ignored]
     with ExitStack() as stack, torch.no_grad():
         opened = {f: stack.enter_context(safe_open(f, "pt")) for f in set(files.values())}
+        for name, value in state.items():
+            if name not in files or is_distributed(value) or isinstance(value, QuantizedTensor):
+                continue
+            if not torch.equal(opened[files[name]].get_tensor(name).to(value), value):
+                raise ValueError(
+                    f"TrainingStateCallback: expected the weights of {folder}, got a model with "
+                    f"another {name}; to resume from a folder that is not in output_dir, pass "
+                    "TrainingStateCallback(folder=...)"
+                )
         # One module at a time: the values in the checkpoint's layout are copies.
         for _, names in groupby(missing, key=lambda name: name.rpartition(".")[0]):
             values = as_saved(model, {name: state[name].detach() for name in names})

@@ -11,6 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from minifloat import lightning, transformers
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer
@@ -46,6 +47,18 @@ def test_the_state_is_saved_and_loaded(tmp_path):
         again.on_train_begin(*at_step(1, folder), model=other)
         for name, tensor in mf.training_state(other).items():
             assert torch.equal(tensor, state[name])
+
+
+def test_another_runs_checkpoint_is_an_error(tmp_path):
+    """output_dir has a checkpoint of the same step, and the Trainer has loaded another folder's."""
+    model, callback = converted(), transformers.TrainingStateCallback()
+    callback.on_save(*at_step(1, tmp_path), model=model)
+    save_file(model.state_dict(), tmp_path / "checkpoint-1/model.safetensors")
+    with torch.no_grad():
+        model[0].weight[0, 0] += 1
+    message = r"expected the weights of .*checkpoint-1, got a model with another 0\.weight.*folder="
+    with pytest.raises(ValueError, match=message):
+        callback.on_train_begin(*at_step(1, tmp_path), model=model)
 
 
 def test_a_checkpoint_without_the_state_is_an_error(tmp_path):
