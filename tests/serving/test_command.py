@@ -1,5 +1,8 @@
 """`minifloat export`: a folder of plain weights becomes one of codes."""
 
+import json
+import re
+
 import minifloat as mf
 import pytest
 from minifloat import cli
@@ -22,6 +25,42 @@ def test_a_folder_is_quantized(tmp_path, capsys):
     got, _ = read(out)
     require_all_same([got[name] for name in want], list(want.values()))
     assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 2}, r"model.layers.1.*weight without weights"),
+        ({"num_hidden_layers": 0}, r"model.layers.0.*weight not of this model"),
+        ({"vocab_size": 8}, "expected the weights of .*config.json, got"),
+    ],
+)
+def test_a_config_of_other_weights_is_an_error(changes, message, tmp_path, capsys):
+    llama().save_pretrained(tmp_path / "plain")
+    config = tmp_path / "plain/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
+    plain, out = str(tmp_path / "plain"), str(tmp_path / "out")
+    assert cli.main(["export", plain, out, "--recipe", "mxfp8"]) == 1
+    assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizers_files_are_copied(tmp_path):
+    llama().save_pretrained(tmp_path / "plain")
+    names = [
+        "added_tokens.json",
+        "spiece.model",
+        "tekken.json",
+        "additional_chat_templates/a",
+    ]
+    (tmp_path / "plain/additional_chat_templates").mkdir()
+    for name in names:
+        (tmp_path / "plain" / name).write_text(name)
+    (tmp_path / "plain/tokenizer").mkdir()  # a folder that only begins like them
+    plain, out = str(tmp_path / "plain"), str(tmp_path / "out")
+    assert cli.main(["export", plain, out, "--recipe", "mxfp8"]) == 0
+    assert all((tmp_path / "out" / name).read_text() == name for name in names)
+    assert not (tmp_path / "out/tokenizer").exists()
 
 
 def test_errors_end_with_1(tmp_path, capsys):

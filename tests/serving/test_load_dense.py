@@ -1,5 +1,6 @@
 """Dense checkpoints of compressed-tensors, and in other layouts, loaded as codes."""
 
+import copy
 from contextlib import nullcontext
 
 import accelerate
@@ -101,6 +102,38 @@ def test_tied_heads_have_one_tensor(tmp_path):
     mf.load_quantized_(loaded, tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(loaded.lm_head.weight.bfloat16(), values["model.embed_tokens.weight"])
+
+
+def two_linears():
+    return nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in "ab"}).bfloat16()
+
+
+def test_tied_layers_share_codes_and_values(tmp_path):
+    plain = nn.ModuleDict({"a": nn.Linear(64, 64, bias=False)}).bfloat16()
+    model = copy.deepcopy(plain)
+    mf.quantize_(model, "mxfp8", keep="nothing")
+    mf.export(model, tmp_path / "codes")
+    for originals in (None, {"a.weight": plain["a"].weight}):
+        loaded = two_linears()
+        loaded["b"].weight = loaded["a"].weight
+        assert len(mf.load_quantized_(loaded, tmp_path / "codes").converted) == 2
+        assert loaded["a"].weight is loaded["b"].weight
+        want = loaded["a"].weight.dequantize() if originals is None else plain["a"].weight
+        mf.restore_(loaded, originals)
+        assert loaded["a"].weight is loaded["b"].weight
+        assert torch.equal(loaded["a"].weight, want)
+
+
+def test_a_layer_with_two_names_is_one(tmp_path):
+    model = nn.ModuleDict({"a": nn.Linear(64, 64, bias=False)}).bfloat16()
+    mf.quantize_(model, "mxfp8", keep="nothing")
+    mf.export(model, tmp_path / "codes")
+    loaded = two_linears()
+    loaded["b"] = loaded["a"]
+    report = mf.load_quantized_(loaded, tmp_path / "codes", "mxfp8")
+    assert [name for name, _ in report.converted] == ["a"]
+    x = torch.randn(3, 64).bfloat16()
+    assert torch.equal(loaded["b"](x), model["a"](x))
 
 
 def loaded_and_plain(kind, folder, recipe="bf16"):

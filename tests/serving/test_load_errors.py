@@ -148,6 +148,24 @@ def test_folders_that_are_none_are_refused(tmp_path):
             mf.load_quantized_(build(), tmp_path)
 
 
+def test_a_tensor_is_that_of_its_file(tmp_path):
+    """A stale copy in another file is not read where the index names one, else refused."""
+    write(tmp_path, tensors())
+    whole = tmp_path / "model.safetensors"
+    of_model = build().state_dict()
+    stale = {n: torch.full_like(t, 3.0) for n, t in load_file(whole).items() if n in of_model}
+    save_file(stale, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=r"where files have the same names, got .* in model\.safe"):
+        mf.load_quantized_(build(), tmp_path)
+    index = {name: whole.name for name in load_file(whole)}
+    content = {"weight_map": index}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(content))
+    model = build()
+    mf.load_quantized_(model, tmp_path)
+    assert stale
+    assert not any((model.state_dict()[name] == 3.0).any() for name in stale)
+
+
 DAMAGED = [
     ("model.safetensors", lambda b: b[: len(b) // 2], "expected safetensors in .*, got"),
     ("model.safetensors", lambda b: b"", "expected safetensors in .*, got"),

@@ -12,7 +12,12 @@ from .export import export
 from .read_checkpoint import Source, read_json
 
 # What save_pretrained of a tokenizer writes.
-TOKENIZER = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*")
+TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
+    *("*.model", "tekken.json", "chat_template*", "additional_chat_templates/*"),
+)
+# Lists of transformers' report of a load, of which none may have a name.
+WRONG = {"missing_keys": "without weights", "unexpected_keys": "not of this model"}
 
 
 def quantize_folder(
@@ -27,6 +32,9 @@ def quantize_folder(
 
     Returns:
         Which layers were converted.
+
+    Raises:
+        ValueError: there is no such folder, or its weights are quantized or not those of its model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -35,10 +43,19 @@ def quantize_folder(
     source = Source("MODEL", model, {})
     if read_json(source, Path(model, "config.json"), "quantization_config"):
         raise source.error(f"expected plain weights, got quantized ones in {model}")
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    load: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        loaded, found = load(model, dtype="auto", output_loading_info=True)
+    except RuntimeError as error:  # shapes that are not the config's
+        raise source.error(f"expected the weights of {model}/config.json, got {error}") from None
+    wrong = [f"{name} {what}" for key, what in WRONG.items() for name in sorted(found[key])]
+    if wrong:
+        raise source.error_of_list("expected the weights of AutoModelForCausalLM", wrong)
+    tokenizer = [path for pattern in TOKENIZER for path in Path(model).glob(pattern)]
     report = quantize_(loaded, recipe, share_amax=share_amax)
     export(loaded, out, format, weight_only=weight_only)
-    for pattern in TOKENIZER:
-        for path in Path(model).glob(pattern):
-            shutil.copy(path, out)
+    for path in filter(Path.is_file, tokenizer):
+        copy = Path(out, path.relative_to(model))
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copy(path, copy)
     return report

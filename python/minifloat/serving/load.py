@@ -103,10 +103,10 @@ def load_quantized_(
     specs, tied = choose_specs(source, names, codes)
     recipes = recipes_of(model, source, RecipeMap(recipe), specs)
     report = convert(model, source, recipes, codes, seed)
-    made: dict[int, Tensor] = {}  # of tensors on meta, by id: tied ones are made once
+    made: dict[int, Tensor] = {}  # by the id of the tensor before: tied ones are made once
     for fqn, target in targets.items():
         if fqn in codes:
-            write_codes(source, names, target, specs[fqn], memory)
+            write_codes(source, names, target, specs[fqn], memory, made)
         else:
             write_values(source, target, memory, made)
     notes = [
@@ -166,7 +166,13 @@ def plan(model: nn.Module, source: Source, names: Names) -> tuple[dict[str, Targ
         raise source.error_of_list(f"expected the tensors of {type(model).__name__}", problems)
     # Of tied tensors, those without a name in the checkpoint share the others' pieces.
     pieces = {id(t.tensor): t.pieces for t in targets.values() if t.pieces}
-    return {f: t._replace(pieces=pieces[id(t.tensor)]) for f, t in targets.items()}, left_out
+    # Of a module with several names, the first, by which it is converted.
+    first = {(t.module, t.name): f for f, t in reversed(targets.items())}
+    return {
+        f: t._replace(pieces=pieces[id(t.tensor)])
+        for f, t in targets.items()
+        if first[t.module, t.name] == f
+    }, left_out
 
 
 def differing_ties(source: Source, targets: dict[str, Target]) -> Iterator[str]:
@@ -310,9 +316,27 @@ def convert(
 
 
 def write_codes(
-    source: Source, names: Names, target: Target, spec: str, memory: torch.device
+    source: Source,
+    names: Names,
+    target: Target,
+    spec: str,
+    memory: torch.device,
+    made: dict[int, Tensor],
 ) -> None:
-    """Makes a parameter of codes and scales, of each piece in turn."""
+    """Gives a layer a parameter of codes, one to all that are tied."""
+    like, module, name = target.tensor, target.module, target.name
+    if id(like) not in made:
+        codes = read_codes(source, names, target, spec, memory)
+        made[id(like)] = nn.Parameter(codes, requires_grad=False)
+    setattr(module, name, made[id(like)])
+    state = module if isinstance(module, RecipeState) else product_of(module, name)
+    cast(RecipeState, state).has_loaded_codes = True
+
+
+def read_codes(
+    source: Source, names: Names, target: Target, spec: str, memory: torch.device
+) -> QuantizedTensor:
+    """Reads codes and scales of each piece in turn."""
     parsed, like, shape = Spec.parse(spec), target.tensor, target.shape(is_coded=True)
     device = memory if like.is_meta else like.device
     codes, scale, amax = (
@@ -332,11 +356,7 @@ def write_codes(
         amax.copy_(scale * E4M3_MAX)
     quantized = Quantized(codes, scale, amax, spec, shape, target.is_row_major)
     rowwise, columnwise = (None, quantized) if target.is_row_major else (quantized, None)
-    weight_of_codes = QuantizedTensor(rowwise, columnwise, like.dtype)
-    module, name = target.module, target.name
-    setattr(module, name, nn.Parameter(weight_of_codes, requires_grad=False))
-    state = module if isinstance(module, RecipeState) else product_of(module, name)
-    cast(RecipeState, state).has_loaded_codes = True
+    return QuantizedTensor(rowwise, columnwise, like.dtype)
 
 
 def as_bytes(scale: Tensor) -> Tensor:

@@ -43,16 +43,42 @@ class Source(NamedTuple):
 class MappedTensors(Mapping[str, Tensor]):
     """The tensors of safetensors files, by name."""
 
-    def __init__(self, source: Source, paths: Iterable[Path]) -> None:
+    def __init__(self, source: Source, paths: Iterable[Path], index: Mapping[str, Path]) -> None:
+        """Opens the files.
+
+        Args:
+            source: for errors.
+            paths: of the files.
+            index: name of a tensor -> the file that has it; empty: there is no index.
+
+        Raises:
+            ValueError: a file is damaged, two have a tensor and no index names one of them, or the
+                index names others than the files have.
+        """
         from safetensors import SafetensorError, safe_open  # which minifloat alone does not need
 
         self._files: dict[str, Any] = {}
+        found: dict[str, Path] = {}
         for path in paths:
             try:
                 opened = safe_open(path, framework="pt")
             except SafetensorError as error:
                 raise source.error(f"expected safetensors in {path}, got {error}") from None
-            self._files |= dict.fromkeys(opened.keys(), opened)
+            names: list[str] = opened.keys()
+            for name in names:
+                if index.get(name, path) != path:
+                    continue
+                if name in found:
+                    raise source.error(
+                        f"expected {INDEX} where files have the same names, got {name} in "
+                        f"{found[name].name} and {path.name}"
+                    )
+                found[name], self._files[name] = path, opened
+        if index and self.keys() != index.keys():
+            differing = min(self.keys() ^ index.keys())
+            raise source.error(
+                f"expected {INDEX} to name the tensors of its files, got {differing}"
+            )
 
     def __getitem__(self, name: str) -> Tensor:
         return self._files[name].get_tensor(name)
@@ -91,8 +117,8 @@ def open_folder(function: str, name: object) -> Source:
     """Opens a checkpoint's files.
 
     Raises:
-        ValueError: there is no such folder or file, a file is damaged, or the index names other
-            tensors than the files have.
+        ValueError: there is no such folder or file, a file is damaged, files have the same names
+            without an index, or it names other tensors than they have.
     """
     folder = Path(str(name))
     source = Source(function, folder, {})
@@ -101,11 +127,8 @@ def open_folder(function: str, name: object) -> Source:
     absent = [str(path) for path in paths if not path.is_file()]
     if absent or not paths:
         raise source.error(f"expected safetensors in {folder}, got no {(absent or ['file'])[0]}")
-    tensors = MappedTensors(source, paths)
-    if index and tensors.keys() != index.keys():
-        differing = sorted(tensors.keys() ^ index.keys())
-        raise source.error(f"expected {INDEX} to name the tensors of its files, got {differing[0]}")
-    return source._replace(tensors=tensors)
+    of_index = {name: folder / str(file) for name, file in index.items()}
+    return source._replace(tensors=MappedTensors(source, paths, of_index))
 
 
 def require_method(source: Source) -> None:

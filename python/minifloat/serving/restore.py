@@ -75,9 +75,12 @@ def restore_(
         targets = find_originals(unwrapped(model), source)
         for fqn, target in targets.items():
             require_same_weight(source, fqn, target)
+        made: dict[int, nn.Parameter] = {}  # of tied weights one
         for target in targets.values():
-            values = nn.Parameter(read_original(source, target), target.tensor.requires_grad)
-            setattr(target.module, target.name, values)
+            if id(target.tensor) not in made:
+                values = read_original(source, target)
+                made[id(target.tensor)] = nn.Parameter(values, target.tensor.requires_grad)
+            setattr(target.module, target.name, made[id(target.tensor)])
     return restore_layers(model)
 
 
@@ -94,6 +97,8 @@ def find_originals(model: nn.Module, source: Source) -> dict[str, Target]:
         got = "sharded ones" if coded else "none"
         raise source.error(f"weights: expected a model with whole weights of codes, got {got}")
     _, unknown = assign(source, model, targets, source.tensors)
+    pieces = {id(t.tensor): t.pieces for t in coded.values() if t.pieces}  # tied: under one name
+    coded = {f: t._replace(pieces=pieces.get(id(t.tensor), [])) for f, t in coded.items()}
     problems = [f"{name} is unknown" for name in unknown]
     problems += [f"{fqn} is missing" for fqn, target in coded.items() if not target.pieces]
     whys = (problem_of(source, {}, f, t) for f, t in coded.items() if t.pieces)

@@ -17,6 +17,7 @@ from torch import nn
 
 from ...checks import require_bool, require_int, require_module, require_one_of
 from ...recipe import Recipe, RecipeMap
+from ...tensor.quantized_tensor import QuantizedTensor
 from ..accumulation import ACCUMULATE
 from ..cache.operand_cache import share_inputs
 from ..fuse.find_mlps import convert_mlps, mlps_of, restore_mlps
@@ -235,6 +236,11 @@ def quantize_(
 def restore_(model: nn.Module) -> nn.Module:
     """Undoes mf.quantize_ in place, with the same parameters; codes become their values."""
     require_restorable(model)
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}  # of weights of codes, which may be tied
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, QuantizedTensor):
+                owners.setdefault(id(parameter), []).append((module, name))
     for module in model.modules():
         remove_hooks(module)
     restore_mlps(model)
@@ -244,6 +250,9 @@ def restore_(model: nn.Module) -> nn.Module:
         elif (library := layers_of(module)) is not None:
             library.restore(module)
     expert_functions.restore(model)
+    for (first, of_first), *others in owners.values():
+        for module, name in others:
+            setattr(module, name, first._parameters[of_first])
     enable_fast_paths_in(model)
     return model
 
