@@ -50,6 +50,7 @@ BARS = {
     "mxfp4": _FP4_BY_FP8,
     "nvfp4_pow2": _FP4_BY_FP8,
     "w4a8": _FP4_BY_FP8,
+    "w4a8_1x16": _FP4_BY_FP8,
 }
 SAVED_BARS = {recipe: 0.57 if recipe in ("nvfp4", "nvfp4_pow2") else 1.05 for recipe in BARS}
 SAVED_BARS |= {"fp8_rowwise_gw_hp": 2.0, "mxfp8_nvfp4": 0.57, "mxfp4": 0.57}

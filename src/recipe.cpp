@@ -33,6 +33,7 @@ constexpr std::array kPresets = {
     Preset{"mxfp8_nvfp4", "mxfp8*mxfp8", "nvfp4+sr*nvfp4/16x16", "nvfp4+sr+rht*nvfp4+rht"},
     Preset{"nvfp4_mxfp8", "nvfp4*nvfp4/16x16", "mxfp8*mxfp8", "mxfp8*mxfp8"},
     Preset{"w4a8", "e4m3/row*mxfp4", "e4m3/row*e4m3/row", "e4m3/row*e4m3/row"},
+    Preset{"w4a8_1x16", "e4m3/row*nvfp4+pow2", "e4m3/row*e4m3/row", "e4m3/row*e4m3/row"},
     Preset{"nvfp4_served", "nvfp4/row*nvfp4", "bf16*fprop.w", "bf16*fprop.x"},
     Preset{"mxfp4_weights_served", "bf16*mxfp4", "bf16*fprop.w", "bf16*bf16"},
     Preset{"fp8_blockwise_served", "e4m3/1x128+exact*e4m3/128x128+exact", "bf16*fprop.w",

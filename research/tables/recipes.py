@@ -32,7 +32,7 @@ HYBRIDS = ("mxfp8", "mxfp8_nvfp4", "nvfp4")
 CHOICES = (
     *(Choice(label(name), name, name, name) for name in (BF16, *NAMES, *HYBRIDS)),
     *(Choice(label(name), "nvfp4", "nvfp4", name, is_timed=False) for name in (KEPT, THEN)),
-    Choice(label("w4a8"), "w4a8", record="w4a8", is_timed=False),
+    *(Choice(label(n), n, record=n, is_timed=False) for n in ("w4a8", "w4a8_1x16")),
     Choice("torchao tensorwise", step="torchao tensorwise"),
     Choice("torchao rowwise", step="torchao rowwise", record="torchao_rowwise"),
     *(Choice(label(peer), step=peer) for peer in ("te delayed", "te current", "te blocks")),
