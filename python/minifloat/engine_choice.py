@@ -61,7 +61,8 @@ def engines(
     Args:
         recipe: a preset's name, a recipe's text, or a Recipe.
         capability: the compute capability (major, minor), as torch.cuda.get_device_capability
-            returns it; (0, 0): a CPU. None: that of the current GPU, or a CPU where there is none.
+            returns it; (0, 0): a CPU. None: that of the current GPU, or a CPU where torch or this
+            build has none.
         experts: whether the products are of a mixture's experts (grouped GEMMs).
 
     Returns:
@@ -79,7 +80,7 @@ def engines(
     """
     recipe = Recipe(recipe)
     if capability is None:
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else CPU
+        capability = find_device()[1]
     if not isinstance(capability, tuple) or len(capability) != 2:
         raise TypeError(f"engines: expected capability as (major, minor), got {capability!r}")
     major, minor = (require_int("engines: capability", n, least=0) for n in capability)

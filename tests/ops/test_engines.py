@@ -138,5 +138,13 @@ def test_engines_of_a_recipe():
         mf.engines("nvfp4", (-1, 0))
 
 
+def test_a_library_for_the_cpu_alone_multiplies_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    for has_cuda, name in ((True, "fp8_row"), (False, "exact")):
+        monkeypatch.setattr(ops, "has_cuda", lambda has=has_cuda: has)
+        assert {engine.name for engine in mf.engines("fp8_rowwise")} == {name}
+
+
 def current():
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
