@@ -1,5 +1,6 @@
 #include "layers/arguments.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 
 #include "ops/bridge.h"
@@ -54,6 +55,15 @@ bool recomputes_weights(const char* op, const std::string& recompute) {
   TORCH_CHECK_VALUE(recompute.empty() || recompute == "weight", op,
                     ": expected recompute as '' or 'weight', got '", printable(recompute), "'");
   return !recompute.empty();
+}
+
+at::ScalarType autocast_dtype(c10::DeviceType device) {
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+  TORCH_CHECK_VALUE(bridge::is_value_dtype(dtype), "torch.autocast: expected torch.bfloat16 or ",
+                    "torch.float32 around layers under a recipe, got torch.",
+                    c10::getDtypeNames(dtype).first, "; write torch.autocast(\"",
+                    c10::DeviceTypeName(device, true), "\", torch.bfloat16)");
+  return dtype;
 }
 
 void check_layers(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe) {

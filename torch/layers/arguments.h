@@ -101,6 +101,9 @@ struct NeededGradients {
 // and "weight".
 bool recomputes_weights(const char* op, const std::string& recompute);
 
+// Returns the dtype of torch.autocast. Raises ValueError for one that products do not take.
+at::ScalarType autocast_dtype(c10::DeviceType device);
+
 // Raises ValueError for arguments that do not fit, before anything is computed or sent.
 void check_layers(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe);
 

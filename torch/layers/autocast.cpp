@@ -18,12 +18,7 @@ using at::Tensor;
 
 template <c10::DeviceType device>
 Tensor cast(const Tensor& t) {
-  const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
-  TORCH_CHECK_VALUE(bridge::is_value_dtype(dtype), "torch.autocast: expected torch.bfloat16 or ",
-                    "torch.float32 around layers under a recipe, got torch.",
-                    c10::getDtypeNames(dtype).first, "; write torch.autocast(\"",
-                    c10::DeviceTypeName(device, true), "\", torch.bfloat16)");
-  return at::autocast::cached_cast(dtype, t, device);
+  return at::autocast::cached_cast(torch_ops::autocast_dtype(device), t, device);
 }
 
 template <c10::DeviceType device>

@@ -270,17 +270,6 @@ void check_products(const std::vector<ExpertProduct>& products, const ExpertTens
   bridge::check_memory_if_real(kGroupedMlp, "base", *base);
 }
 
-// Requires a dtype of autocast that products take.
-void check_autocast(const Tensor& x) {
-  if (!is_autocast(x)) return;
-  const c10::DeviceType device = x.device().type();
-  const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
-  TORCH_CHECK_VALUE(bridge::is_value_dtype(dtype), "torch.autocast: expected torch.bfloat16 or ",
-                    "torch.float32 around layers under a recipe, got torch.",
-                    c10::getDtypeNames(dtype).first, "; write torch.autocast(\"",
-                    c10::DeviceTypeName(device, true), "\", torch.bfloat16)");
-}
-
 ExpertNeeds needs_of(const ExpertTensors& t, const MaybeTensor& base) {
   const bool on = at::GradMode::is_enabled();
   ExpertNeeds needs = {on && t.x.requires_grad(),
@@ -324,7 +313,7 @@ Tensor grouped_mlp_kernel(const Tensor& x, const Tensor& weights, at::TensorList
   }
   check_tensors(t);
   check_form(kGroupedMlp, limit, alpha, interleaved, n == 3);
-  check_autocast(x);
+  if (is_autocast(x)) autocast_dtype(x.device().type());
   const bool are_rows = !sums && group.empty() && bridge::is_real(x);
   TORCH_CHECK_VALUE(are_rows || !(x_codes || gradient), kGroupedMlp,
                     ": expected x_codes and gradient of rows, which are not summed");
