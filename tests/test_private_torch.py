@@ -45,6 +45,18 @@ def test_what_tracing_is():
     assert found == [(False, False), (True, False), (False, True)]
 
 
+def test_a_constant_of_a_graph_is_not_traced():
+    @private.constant_in_graphs
+    def length(text):
+        return len({text: eval(text)})  # a graph cannot have it
+
+    def scaled(x):
+        return x * length("2")
+
+    compiled = torch.compile(scaled, backend="eager", fullgraph=True)
+    assert compiled(torch.ones(1)).tolist() == [1]
+
+
 def test_transforms_are_seen_within_an_autograd_function():
     found = []
 

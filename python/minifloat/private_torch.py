@@ -6,7 +6,8 @@ objects. tests/test_private_torch.py has a check of each on the torch that is in
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
 ]
+
+Called = TypeVar("Called", bound=Callable[..., Any])
 
 # Functions that torch has no public name for. Bound, so that a call costs no look-up more.
 copy_all_ = torch._foreach_copy_  # (to, from): one kernel for a list of tensors
@@ -72,6 +75,15 @@ def compile_within_alone(code: Any) -> None:
     dynamo = torch._C._dynamo.eval_frame  # torch._dynamo itself takes seconds to import
     alone, called = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
     dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(alone, called))
+
+
+def constant_in_graphs(function: Called) -> Called:
+    """Makes results constants of a graph, as torch.compiler.assume_constant_result does.
+
+    That imports the compiler.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 def tag_compiled_code(tag: str) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from ._native import ops
 from .checks import require_text
+from .private_torch import constant_in_graphs
 
 
 class Sizes(NamedTuple):
@@ -57,6 +58,7 @@ class Spec:
     casts_rows_alone: bool  # the codes of a row depend on no other row and on no random bits
 
     @staticmethod
+    @constant_in_graphs
     def parse(text: str) -> Spec:
         """Parses a spec's text.
 
@@ -81,11 +83,6 @@ class Spec:
         if self.amax_of == "row":
             return (rows,)
         return (0,) if self.has_blocks and self.amax_of == "" else ()
-
-
-# Makes the result a constant of a graph, as torch.compiler.assume_constant_result does, which
-# imports the compiler.
-Spec.parse._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1024)

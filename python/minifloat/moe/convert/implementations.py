@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from ...nn.convert.reads import contents_of
+from ...private_torch import constant_in_graphs
 
 INTERFACE = "transformers.integrations.moe"
 GATE = "_apply_gate"  # a method that a conversion calls in place of act_fn
@@ -80,6 +81,7 @@ def reason_of_implementation(module: Any) -> str | None:
     return f"runs the experts implementation {name!r} of another package than transformers"
 
 
+@constant_in_graphs  # a graph has a guard of the function that is chosen
 def is_own(function: Any) -> bool:
     """Tells whether a function is one that a file of transformers or of minifloat defines.
 
@@ -91,8 +93,3 @@ def is_own(function: Any) -> bool:
     package = scope["__name__"].partition(".")[0]
     is_defined = scope.get(code.co_name) is function and code.co_filename == scope.get("__file__")
     return package in OWN and is_defined
-
-
-# Makes the result a constant of a graph, as torch.compiler.assume_constant_result does, which
-# imports the compiler. The graph has a guard of the function that is chosen.
-is_own._dynamo_marked_constant = True  # type: ignore[attr-defined]
