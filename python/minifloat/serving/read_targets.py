@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..moe.convert.projections import NAMES, is_row_major
+from ..moe.convert.projections import NAMES, ProjectionExperts, is_row_major
 from ..nn.state.recipe_state import WEIGHT_DTYPES
 from .read_checkpoint import Source
 from .read_codes import Stored
@@ -82,9 +82,7 @@ def targets_of(model: nn.Module) -> tuple[dict[str, Target], list[str]]:
     found, lost = {}, []
     for raw, module in model.named_modules(remove_duplicate=False):
         path = [part for part in f"{raw}.".removeprefix(PEFT_PREFIX).split(".") if part]
-        experts = [module._parameters.get(name) for name in NAMES]
-        has_both = all(weight is not None and weight.dim() == 3 for weight in experts)
-        row_major = has_both and bool(is_row_major(module))
+        row_major = ProjectionExperts.fits(module) and bool(is_row_major(module))
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             fqn = ".".join([*(part for part in path if part != PEFT_PART), name])
             if tensor is None:

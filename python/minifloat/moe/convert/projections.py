@@ -26,7 +26,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..._native import ops
 from ...nn.cache.operand_cache import compute_dtype
-from ...nn.convert.reads import first_change
+from ...nn.convert.reads import first_change, has_hooks
 from ...nn.grouped_product import call_of, matrix_of
 from ..feed_forward import (
     Gate,
@@ -48,7 +48,7 @@ from .implementations import (
     reason_of_implementation,
 )
 from .known import ACTIVATIONS, CLAMPED, known_digest
-from .same_forward import compare_forward, expected_sum
+from .same_forward import compare_forward, expected_sum, swiglu
 from .settings import read_settings, require_settings
 
 NAMES = ("gate_up_proj", "down_proj")
@@ -105,21 +105,15 @@ def gate_of(module: nn.Module, form: Formula) -> Gate | None:
     act = getattr(module, "act_fn", None)
     if form.clamped is not None or hasattr(type(module), GATE):
         return form.clamped
-    is_silu = act is F.silu or (is_silu_module(act) and not runs_more(act))
-    return Gate() if is_silu else None
+    if is_silu_module(act):
+        return None if has_hooks(act) or "forward" in act.__dict__ else Gate()
+    return Gate() if act is F.silu else None
 
 
 def is_silu_module(act: object) -> TypeGuard[nn.Module]:
     """Tells whether a module is torch's SiLU, or transformers', without importing that."""
     cls = type(act)
     return cls is nn.SiLU or (cls.__name__, cls.__module__) == ("SiLUActivation", ACTIVATIONS)
-
-
-def runs_more(module: nn.Module) -> bool:
-    """Tells whether a call of a module runs more than its class's forward."""
-    tables = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks)
-    has_hooks = any(map(len, (*tables, module._backward_pre_hooks)))
-    return has_hooks or "forward" in module.__dict__
 
 
 def activate(module: Any, gate_up: Tensor) -> Tensor:
@@ -269,16 +263,6 @@ def expected_projections(
 
     y = expected_sum(x, matrices, biases_of(module, form), activation, indices, scores)
     return y if routing is None else y.view(hidden_states.shape)
-
-
-def swiglu(gate_up: Tensor, form: Gate) -> Tensor:
-    """Returns SwiGLU by torch's ops."""
-    pair = (gate_up[..., ::2], gate_up[..., 1::2]) if form.interleaved else gate_up.chunk(2, -1)
-    gate, up = pair
-    if form.limit is None:
-        return F.silu(gate) * up
-    gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
-    return (up + 1) * gate * torch.sigmoid(gate * form.alpha)
 
 
 class ProjectionExperts(Converted):

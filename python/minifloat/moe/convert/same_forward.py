@@ -39,6 +39,7 @@ from ...nn.convert.foreign_code import code_of, parts_of, reason_unsafe
 from ...nn.convert.reads import hook_of
 from ...nn.convert.replica import CannotCopyError, replica, seeded
 from ...nn.convert.same_result import Trial, isolated
+from ..feed_forward import Gate
 from .calls import Call
 from .implementations import code_starts, own_forward
 from .settings import unwatched_setting
@@ -317,13 +318,18 @@ def expected_counted(module: nn.Module, x: Tensor, counts: Tensor) -> Tensor:
     of_rows = torch.repeat_interleave(torch.arange(experts), counts)
     indices = torch.cat([of_rows, of_all[len(of_rows) :]])[:, None]
     ones = torch.ones_like(indices, dtype=torch.float32)
+    w13, activation = torch.cat([w1, w3], -1), partial(swiglu, form=Gate())
+    return expected_sum(x, (w13, w2), (None, None), activation, indices, ones)
 
-    def swiglu(gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, -1)
+
+def swiglu(gate_up: Tensor, form: Gate) -> Tensor:
+    """Returns SwiGLU by torch's ops."""
+    pair = (gate_up[..., ::2], gate_up[..., 1::2]) if form.interleaved else gate_up.chunk(2, -1)
+    gate, up = pair
+    if form.limit is None:
         return nn.functional.silu(gate) * up
-
-    w13 = torch.cat([w1, w3], -1)
-    return expected_sum(x, (w13, w2), (None, None), swiglu, indices, ones)
+    gate, up = gate.clamp(max=form.limit), up.clamp(-form.limit, form.limit)
+    return (up + 1) * gate * torch.sigmoid(gate * form.alpha)
 
 
 # ---- products alone ------------------------------------------------------------------------------
