@@ -165,12 +165,6 @@ class GroupedLinear(nn.Module):
         return [self.get_parameter(f"weight{i}") for i in range(self.num_gemms)]
 
     @property
-    def biases(self) -> list[Any]:
-        """The biases in the order of experts; empty: there are none."""
-        count = self.num_gemms if self.use_bias else 0
-        return [self.get_parameter(f"bias{i}") for i in range(count)]
-
-    @property
     def product(self) -> GroupedProduct | None:
         """The state of the product under a recipe; None: it is in high precision."""
         found = self._modules.get(NAME)

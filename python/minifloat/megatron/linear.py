@@ -68,21 +68,6 @@ class MegatronLinear(LinearState):
                 input = gather_from_sequence_parallel_region(
                     input, tensor_parallel_output_grad=True, group=group
                 )
-        return self.multiply_shard(input, weight, bias, token_dim, allreduce_dgrad)
-
-    def multiply_shard(
-        self,
-        input: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        token_dim: int | None,
-        sum_dx: bool,
-    ) -> Tensor:
-        """Multiplies with this rank's shard of a weight: one call of linear_sharded.
-
-        Args: as those of the op.
-        """
-        group = self.tp_group
         if self.rng_state is not None:
             require_shared_seed(self.rng_state, group)
         shards = Sharding.of(group)._asdict() | {"weight_dim": self.weight_dim}
@@ -99,7 +84,7 @@ class MegatronLinear(LinearState):
             bias,
             self.recipe.text,
             token_dim=token_dim,
-            sum_dx=sum_dx,
+            sum_dx=allreduce_dgrad,
             weight_operands=operands,
             recompute=self.recompute,
             **shards,

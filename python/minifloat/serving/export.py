@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ..checks import require_bool, require_module, require_one_of
 from ..nn.names import join, unwrapped
-from ..nn.registry import first_of_library
+from ..nn.registry import require_layers_of_torch
 from ..spec import Spec
 from ..tensor.quantized import Quantized
 from .codes import input_tensors, tensors_of
@@ -112,11 +112,7 @@ def export(
     require_one_of("dtype", dtype, DTYPES)
     if not isinstance(amaxes, (Mapping, type(None))):
         raise TypeError(f"amaxes: expected a mapping of names, got {type(amaxes).__name__}")
-    if first_of_library(model) is not None:
-        raise ValueError(
-            f"export: expected a model that servers know, got {type(model).__name__} of "
-            "Megatron-Core; convert it to Hugging Face's first"
-        )
+    require_layers_of_torch("export", model)
     target, amaxes = Path(folder), dict(amaxes or {})
     convert = names_of(model, adapter)
     try:
