@@ -85,8 +85,8 @@ def split_name(name: str) -> tuple[str, str]:
 # ---- Tables --------------------------------------------------------------------------------------
 
 
-def percent(fraction: float | None, digits: int = 1) -> str:
-    return "" if fraction is None else f"{100 * fraction:.{digits}f}%"
+def percent(fraction: float | None) -> str:
+    return "" if fraction is None else f"{100 * fraction:.1f}%"
 
 
 def missed(value: float, bar: float | None) -> bool:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -27,7 +27,7 @@ from ..distributed.handshake import has_others, meet, raise_different, raise_on_
 from ..nn.names import unwrapped
 from ..nn.state.guarded_steps import guards, guards_of
 from ..nn.state.model_state import drop_counts
-from .guard_report import Written, described, find
+from .guard_report import Loss, Written, described, find
 from .guarded_optimizers import (
     flags_of,
     local_gradients,
@@ -39,7 +39,6 @@ from .guarded_optimizers import (
 
 RAISE, SKIP = "raise", "skip"
 WAITS = ", of an optimizer that waits"
-Loss = Callable[[nn.Module, Any], Tensor]
 
 
 class StepGuard:

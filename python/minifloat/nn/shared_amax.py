@@ -18,14 +18,13 @@ from torch import Tensor, nn
 from .._native import ops
 from ..recipe import FORWARD_W, Recipe
 from ..spec import Spec
-from .cache.operand_cache import compute_dtype
+from .cache.operand_cache import SIBLINGS, compute_dtype
 from .names import clean_name
 from .registry import Choice, is_distributed
 
 GATHERED_WHOLE = "weight is gathered in the compute dtype: its amax is shared"
 SHARE_AMAX = (None, "servers")
-# Projections of one input that vLLM and SGLang fuse, by the names of Hugging Face and torchtitan.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("wq", "wk", "wv"), ("w1", "w3"))
+FUSED = tuple(names for names in SIBLINGS if "query" not in names)  # vLLM and SGLang fuse these
 
 
 def fused_group(name: str) -> tuple[str, tuple[str, ...]] | None:

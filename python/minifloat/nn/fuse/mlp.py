@@ -14,7 +14,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +29,6 @@ from ..convert.reads import NOTHING, Reads, first_change, has_hooks, hook_of
 from ..linear import Linear, rebased
 from ..linear_state import parameter_of, weight_operands
 from .match import match_forward
-
-if TYPE_CHECKING:
-    from typing import TypeGuard
 
 TENSORS = (nn.Parameter, Tensor)
 VALUE_DTYPES = (torch.float32, torch.bfloat16)  # of the op's x
