@@ -267,11 +267,70 @@ def test_the_diagonal_is_written():
     assert same(w, mf.QuantizedTensor.from_tensor(want, "mxfp8", "nvfp4"))
 
 
+WRITES = {
+    "element": lambda w: w.__setitem__((0, slice(3)), 2.0),
+    "rows": lambda w: w.__setitem__(slice(2, 5), torch.full((3, COLS), 0.5)),
+    "diagonal": lambda w: w.fill_diagonal_(fill_value=0.0),
+    "mul_": lambda w: w.mul_(0.5),
+    "zero_": lambda w: w.zero_(),
+    "copy_": lambda w: w.copy_(values()),
+    "foreach": lambda w: torch._foreach_mul_([w], 0.5),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_gradients_pass_a_write_as_those_of_values(write):
+    w = mf.QuantizedTensor.from_tensor(values(), "mxfp8", "mxfp8")
+    factors, found = torch.randn(ROWS, COLS), []
+    for leaf in (nn.Parameter(w), nn.Parameter(w.dequantize())):
+        written = leaf.clone()
+        WRITES[write](written)
+        (written * factors).sum().backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_inference_mode_writes_to_weights_from_outside(write):
+    w, other = (mf.QuantizedTensor.from_tensor(values(), "mxfp8", "mxfp8") for _ in range(2))
+    WRITES[write](other)
+    with torch.inference_mode():
+        WRITES[write](w)
+    assert same(w, other)
+
+
+def steps(kind):
+    def step(w):
+        w.grad = torch.ones(w.shape)
+        torch.optim.SGD([w], 0.1, foreach=kind == "foreach").step()
+
+    return step
+
+
+USES = {"ops": lambda x, w: x @ w.mT, "layer": lambda x, w: mf.linear(x, w, None, "mxfp8")}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize(
+    "write", [*WRITES.values(), steps("single"), steps("foreach")], ids=[*WRITES, "step", "steps"]
+)
+def test_backward_does_not_read_what_was_written_after_forward(write, use):
+    w = nn.Parameter(mf.QuantizedTensor.from_tensor(values(), "mxfp8", "mxfp8"))
+    x = torch.randn(7, COLS, requires_grad=True)
+    loss = use(x, w).sum()
+    with torch.no_grad():
+        write(w)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 PARTS = [
     lambda w: w[1:3],
     lambda w: w.split(2)[0],
     lambda w: w.chunk(2, 1)[1],
     lambda w: w.tensor_split(2)[0],
+    lambda w: w.unsafe_split(2)[0],
+    lambda w: w.unsafe_chunk(2, 1)[1],
 ]
 
 
@@ -283,6 +342,7 @@ def test_a_slice_is_not_written_to(write, part_of):
     with pytest.raises(ValueError, match="a write to it would not reach the whole"):
         write(part.detach())
     write(part.clone())
+    write(copy.deepcopy(part))
     assert same(w, mf.QuantizedTensor.from_tensor(values(), "e4m3/tensor"))
 
 

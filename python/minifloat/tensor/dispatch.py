@@ -251,6 +251,7 @@ def copy_slice(x: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedT
 
 
 @handles(aten.split.Tensor, aten.split_with_sizes.default)
+@handles(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
 def split(
     func: Op, x: QuantizedTensor, sizes: int | Sequence[int], dim: int = 0
 ) -> list[QuantizedTensor]:

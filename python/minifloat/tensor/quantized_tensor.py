@@ -13,9 +13,10 @@ of its own. Ops are of four kinds:
 
 The handlers of ops are in dispatch.py.
 
-Only views of the whole tensor share its memory. A write to w.t() or w.diagonal() does not change w;
-`w[0] = value` does. A write to a slice or a part, such as w.chunk(2)[0], is refused: a checkpoint
-that is loaded into other shards than it was saved from would write so. `w.data = values` gives w
+Only views of the whole tensor, in its shape, share its memory. `w[0] = value` changes w; a write to
+values, such as w[0].zero_() or one to w.t() or w.diagonal(), does not. A write to a slice or a
+part, such as w.chunk(2)[0], is refused: a checkpoint that is loaded into other shards than it was
+saved from would write so. `w.data = values` gives w
 new memory, as torch does, with the values' codes.
 """
 
@@ -255,17 +256,20 @@ class QuantizedTensor(MemoryOfCodes, Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """Writes to elements: all values are rounded again."""
-        values = self.detach().dequantize()
+        values = self * 1  # autograd records it
         values[index] = value
         self.copy_(values)
 
-    def fill_diagonal_(self, value: float, wrap: bool = False) -> QuantizedTensor:
+    def fill_diagonal_(self, fill_value: float, wrap: bool = False) -> QuantizedTensor:
         """Writes to the diagonal: all values are rounded again."""
-        self.copy_(self.detach().dequantize().fill_diagonal_(value, wrap))
+        self.copy_((self * 1).fill_diagonal_(fill_value, wrap))
         return self
 
     def _write(self, source: Tensor) -> None:
-        """Writes a source in place: its bytes where the layouts are equal, else rounded values."""
+        """Writes a source in place: its bytes where the layouts are equal, else rounded values.
+
+        Backward, which reads codes or values of before, then raises as after any write in place.
+        """
         if self.is_slice:
             raise ValueError(
                 "QuantizedTensor: a slice has codes of its own, a write to it would not reach the "
@@ -281,6 +285,9 @@ class QuantizedTensor(MemoryOfCodes, Tensor):
         for part, other in zip(self.directions, others):
             for name in TENSORS:
                 getattr(part, name).copy_(getattr(other, name))
+        # torch counts no writes below __torch_dispatch__, nor those of a list of tensors.
+        written = [t for t in (self, *self.inner_tensors()) if not t.is_inference()]
+        torch.autograd.graph.increment_version(written)
 
     # ---- torch's protocols -----------------------------------------------------------------------
 
@@ -351,7 +358,8 @@ class QuantizedTensor(MemoryOfCodes, Tensor):
         if id(self) not in memo:
             leaf = self.requires_grad, isinstance(self, nn.Parameter)
             memo[id(self)] = twin = _as_leaf(self.detach().clone(), *leaf)
-            others = {k: v for k, v in self.__dict__.items() if k not in twin.__dict__}
+            own = "is_slice", *twin.__dict__
+            others = {k: v for k, v in self.__dict__.items() if k not in own}
             twin.__dict__.update(deepcopy(others, memo))
         return memo[id(self)]
 
