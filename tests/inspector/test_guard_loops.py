@@ -380,3 +380,20 @@ def test_models_that_share_a_module():
     assert guards_of(shared) == [first, second]
     whole = StepGuard(nn.ModuleList(models), optimizers, on_nonfinite="skip")
     assert guards_of(shared) == guards_of(models[1]) == [whole]
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_check_in_inference_mode(fused):
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    with StepGuard(model, optimizer, on_nonfinite="skip") as guard:
+        for is_inference in (True, False, True):
+            model(torch.ones(2, 8)).sum().backward()
+            with torch.inference_mode(is_inference):
+                guard.check()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(torch.full((2, 8), math.inf)).sum().backward()
+        with pytest.warns(UserWarning, match="step 4: 1 of 2 gradients"), torch.inference_mode():
+            guard.check()
+            guard.report()

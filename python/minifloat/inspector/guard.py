@@ -149,6 +149,7 @@ class StepGuard:
             raise ValueError("StepGuard: expected a guard in use, got one that has ended")
         self._check(batches)
 
+    @torch.inference_mode(False)  # flags are written again outside of it
     def _check_eagerly(self, batches: tuple[Any, ...]) -> None:
         is_captured = self._event is not None and torch.cuda.is_current_stream_capturing()
         if is_captured and self._waits:
