@@ -15,7 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils import (
+    ADAPTER_SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+)
 
 from .checks import require_module
 from .inspector.guard import StepGuard
@@ -24,6 +28,7 @@ from .nn.names import join
 from .nn.registry import is_distributed
 from .nn.state.model_state import load_training_state, step, training_state
 from .nn.state.recipe_state import require_converted
+from .serving.read_checkpoint import same_bytes
 from .tensor.quantized_tensor import QuantizedTensor
 
 FILE = "minifloat_training_state.safetensors"
@@ -124,6 +129,7 @@ def require_loaded(model: nn.Module, folder: Path) -> None:
     Raises:
         ValueError: a weight of the model is not the checkpoint's.
     """
+    require_adapters(model, folder)
     files = files_of(folder)
     if not files or any(True for pattern in OWN_FILES for _ in folder.glob(pattern)):
         return
@@ -136,18 +142,13 @@ def require_loaded(model: nn.Module, folder: Path) -> None:
         for name, value in state.items():
             if name not in files or is_distributed(value) or isinstance(value, QuantizedTensor):
                 continue
-            if not torch.equal(opened[files[name]].get_tensor(name).to(value), value):
-                raise ValueError(
-                    f"TrainingStateCallback: expected the weights of {folder}, got a model with "
-                    f"another {name}; to resume from a folder that is not in output_dir, pass "
-                    "TrainingStateCallback(folder=...)"
-                )
+            require_equal(folder, name, opened[files[name]].get_tensor(name), value)
         # One module at a time: the values in the checkpoint's layout are copies.
         for _, names in groupby(missing, key=lambda name: name.rpartition(".")[0]):
             values = as_saved(model, {name: state[name].detach() for name in names})
             for name, value in values.items():
                 saved = opened[files[name]].get_tensor(name) if name in files else None
-                if saved is None or not torch.equal(saved.to(value), value):
+                if saved is None or not same_bytes(saved.to(value), value):
                     raise ValueError(
                         f"TrainingStateCallback: expected the weights of {folder}, but the Trainer "
                         f"did not load {len(missing)} of them, such as {missing[0]}, because the "
@@ -155,6 +156,38 @@ def require_loaded(model: nn.Module, folder: Path) -> None:
                         f"{type(model).__name__}.from_pretrained({str(folder)!r}), then "
                         "mf.quantize_, then train(resume_from_checkpoint=...) with this folder"
                     )
+
+
+def require_equal(folder: Path, name: str, saved: Tensor, value: Tensor) -> None:
+    """Raises ValueError where a weight is not the one of a checkpoint, but for its dtype."""
+    if not same_bytes(saved.to(value), value):
+        raise ValueError(
+            f"TrainingStateCallback: expected the weights of {folder}, got a model with another "
+            f"{name}; to resume from a folder that is not in output_dir, pass "
+            "TrainingStateCallback(folder=...)"
+        )
+
+
+def require_adapters(model: Any, folder: Path) -> None:
+    """Checks PEFT's adapters, besides which a checkpoint may have no weights.
+
+    Raises:
+        ValueError: one is not the checkpoint's.
+    """
+    paths = [path for of in ("", "*/") for path in folder.glob(of + ADAPTER_SAFE_WEIGHTS_NAME)]
+    if not paths:
+        return
+    from peft import PeftModel, get_peft_model_state_dict
+
+    for path in paths if isinstance(model, PeftModel) else ():
+        adapter = model.active_adapters[0] if path.parent == folder else path.parent.name
+        if adapter not in model.peft_config:
+            continue
+        saved = load_file(path)
+        state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
+        for name, value in state.items():
+            if name in saved and not (is_distributed(value) or isinstance(value, QuantizedTensor)):
+                require_equal(folder, name, saved[name], value)
 
 
 def files_of(folder: Path) -> dict[str, Path]:

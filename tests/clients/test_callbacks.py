@@ -11,6 +11,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from minifloat import lightning, transformers
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -59,6 +60,32 @@ def test_another_runs_checkpoint_is_an_error(tmp_path):
     message = r"expected the weights of .*checkpoint-1, got a model with another 0\.weight.*folder="
     with pytest.raises(ValueError, match=message):
         callback.on_train_begin(*at_step(1, tmp_path), model=model)
+
+
+@pytest.mark.parametrize("adapter", ["default", "other"])
+def test_another_runs_adapters_are_an_error(adapter, tmp_path):
+    """A checkpoint of PEFT has adapters alone."""
+    config = LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+    model, callback = (
+        get_peft_model(converted(), config, adapter),
+        transformers.TrainingStateCallback(),
+    )
+    callback.on_save(*at_step(1, tmp_path), model=model)
+    model.save_pretrained(tmp_path / "checkpoint-1")
+    callback.on_train_begin(*at_step(1, tmp_path), model=model)
+    with torch.no_grad():
+        model.base_model.model[0].lora_A[adapter].weight[0, 0] += 1
+    message = r"expected the weights of .*checkpoint-1, got a model with another .*lora_A.*folder="
+    with pytest.raises(ValueError, match=message):
+        callback.on_train_begin(*at_step(1, tmp_path), model=model)
+
+
+def test_values_that_are_nan_are_those_of_the_checkpoint(tmp_path):
+    model, callback = converted(), transformers.TrainingStateCallback()
+    model.register_buffer("bounds", torch.tensor([-math.inf, math.nan]))
+    callback.on_save(*at_step(1, tmp_path), model=model)
+    save_file(model.state_dict(), tmp_path / "checkpoint-1/model.safetensors")
+    callback.on_train_begin(*at_step(1, tmp_path), model=model)
 
 
 def test_a_checkpoint_without_the_state_is_an_error(tmp_path):
