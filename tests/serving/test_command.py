@@ -5,7 +5,10 @@ import re
 
 import minifloat as mf
 import pytest
+import torch
 from minifloat import cli
+from minifloat.serving.schemes import INDEX
+from safetensors.torch import load_file, save_file
 
 from tests.support.same_bits import require_all_same
 from tests.support.served_models import export, llama, read
@@ -42,6 +45,47 @@ def test_a_config_of_other_weights_is_an_error(changes, message, tmp_path, capsy
     plain, out = str(tmp_path / "plain"), str(tmp_path / "out")
     assert cli.main(["export", plain, out, "--recipe", "mxfp8"]) == 1
     assert re.search(message, capsys.readouterr().err)
+    assert not (tmp_path / "out").exists()
+
+
+def split_folder(folder):
+    """Saves a Llama in several files, and returns the index."""
+    llama().save_pretrained(folder, max_shard_size="20KB")
+    return json.loads((folder / INDEX).read_text())["weight_map"]
+
+
+def leave_an_old_tensor(folder):
+    index = split_folder(folder)
+    name, file = "model.norm.weight", max(index.values())
+    other = next(f for f in index.values() if f != index[name]) if index[name] == file else file
+    tensors = load_file(folder / other) | {name: torch.full((64,), 9.0)}
+    save_file(tensors, folder / other, {"format": "pt"})
+
+
+def leave_a_whole_file(folder):
+    split_folder(folder)
+    llama().save_pretrained(folder)
+
+
+def cut_a_file(folder):
+    llama().save_pretrained(folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-64])
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (leave_an_old_tensor, r"expected each tensor in the file of .*: model\.norm\.weight in "),
+        (leave_a_whole_file, r"expected model\.safetensors or .*index\.json in .*, got both"),
+        (cut_a_file, r"expected the weights of .*config\.json, got "),
+    ],
+)
+def test_files_that_are_not_those_of_an_index_are_errors(damage, message, tmp_path, capsys):
+    damage(tmp_path / "plain")
+    plain, out = str(tmp_path / "plain"), str(tmp_path / "out")
+    assert cli.main(["export", plain, out, "--recipe", "mxfp8"]) == 1
+    assert re.search(f"minifloat export: error: MODEL: {message}", capsys.readouterr().err)
     assert not (tmp_path / "out").exists()
 
 

@@ -104,8 +104,8 @@ def test_tied_heads_have_one_tensor(tmp_path):
     assert torch.equal(loaded.lm_head.weight.bfloat16(), values["model.embed_tokens.weight"])
 
 
-def two_linears():
-    return nn.ModuleDict({name: nn.Linear(64, 64, bias=False) for name in "ab"}).bfloat16()
+def two_linears(width=64):
+    return nn.ModuleDict({name: nn.Linear(width, width, bias=False) for name in "ab"}).bfloat16()
 
 
 def test_tied_layers_share_codes_and_values(tmp_path):
@@ -122,6 +122,36 @@ def test_tied_layers_share_codes_and_values(tmp_path):
         mf.restore_(loaded, originals)
         assert loaded["a"].weight is loaded["b"].weight
         assert torch.equal(loaded["a"].weight, want)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"])
+def test_tied_layers_have_equal_codes_and_scales(recipe, tmp_path):
+    for factor in (1, 2):  # twice the values have the same codes under other scales
+        model, loaded = two_linears(128), two_linears(128)
+        with torch.no_grad():
+            model["b"].weight.copy_(factor * model["a"].weight)
+        mf.quantize_(model, recipe, keep="nothing")
+        mf.export(model, tmp_path / str(factor), weight_only=True)
+        loaded["b"].weight = loaded["a"].weight
+        if factor == 2:
+            with pytest.raises(
+                ValueError, match=r"b\.weight is tied to a\.weight in the model, and"
+            ):
+                mf.load_quantized_(loaded, tmp_path / "2")
+        else:
+            assert len(mf.load_quantized_(loaded, tmp_path / "1").converted) == 2
+
+
+def test_restored_weights_reach_modules_that_are_no_layers():
+    plain = nn.ModuleDict({"first": nn.Embedding(64, 64), "layer": nn.Linear(64, 64, bias=False)})
+    plain["last"] = nn.Embedding(64, 64)
+    mf.quantize_(plain, "mxfp8", primary=True, keep="nothing")
+    weight = plain["layer"].weight
+    for name in ("first", "last"):
+        plain[name].weight = weight
+    mf.restore_(plain)
+    assert torch.equal(plain["layer"].weight, weight.dequantize())
+    assert plain["first"].weight is plain["last"].weight is plain["layer"].weight
 
 
 def test_a_layer_with_two_names_is_one(tmp_path):

@@ -9,13 +9,15 @@ from typing import Any
 from ..nn.convert.quantize import quantize_
 from ..nn.convert.selection import Report
 from .export import export
-from .read_checkpoint import Source, read_json
+from .read_checkpoint import MappedTensors, Source, open_folder, read_json
+from .schemes import INDEX
 
 # What save_pretrained of a tokenizer writes.
 TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt"),
     *("*.model", "tekken.json", "chat_template*", "additional_chat_templates/*"),
 )
+WHOLE = "model.safetensors"
 # Lists of transformers' report of a load, of which none may have a name.
 WRONG = {"missing_keys": "without weights", "unexpected_keys": "not of this model"}
 
@@ -36,6 +38,7 @@ def quantize_folder(
     Raises:
         ValueError: there is no such folder, or its weights are quantized or not those of its model.
     """
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     if not Path(model, "config.json").is_file():
@@ -43,10 +46,11 @@ def quantize_folder(
     source = Source("MODEL", model, {})
     if read_json(source, Path(model, "config.json"), "quantization_config"):
         raise source.error(f"expected plain weights, got quantized ones in {model}")
+    require_one_file_each(source, Path(model))
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         loaded, found = load(model, dtype="auto", output_loading_info=True)
-    except RuntimeError as error:  # shapes that are not the config's
+    except (RuntimeError, SafetensorError) as error:  # of other shapes than the config's; damaged
         raise source.error(f"expected the weights of {model}/config.json, got {error}") from None
     wrong = [f"{name} {what}" for key, what in WRONG.items() for name in sorted(found[key])]
     if wrong:
@@ -59,3 +63,17 @@ def quantize_folder(
         copy.parent.mkdir(exist_ok=True)
         shutil.copy(path, copy)
     return report
+
+
+def require_one_file_each(source: Source, folder: Path) -> None:
+    """Raises ValueError where transformers would not read the tensors that an index names.
+
+    It takes model.safetensors before an index, and every tensor of the index's files.
+    """
+    if not (folder / INDEX).is_file():
+        return
+    if (folder / WHOLE).is_file():
+        raise source.error(f"expected {WHOLE} or {INDEX} in {folder}, got both")
+    tensors = open_folder(source.function, folder).tensors
+    if isinstance(tensors, MappedTensors) and tensors.strays:
+        raise source.error_of_list(f"expected each tensor in the file of {INDEX}", tensors.strays)

@@ -26,7 +26,7 @@ from ..spec import Spec
 from ..tensor.directions import tensors_of
 from ..tensor.quantized import Quantized
 from ..tensor.quantized_tensor import QuantizedTensor
-from .read_checkpoint import Source, open_folder, require_method
+from .read_checkpoint import Source, open_folder, require_method, same_bytes
 from .read_codes import (
     NUMERATORS,
     NVFP4,
@@ -155,7 +155,7 @@ def plan(model: nn.Module, source: Source, names: Names) -> tuple[dict[str, Targ
     given = {id(target.tensor) for target in targets.values() if target.pieces}
     lost += [fqn for fqn, target in targets.items() if id(target.tensor) not in given]
     problems = [f"{name} is unknown" for name in unknown] + [f"{fqn} is missing" for fqn in lost]
-    problems += differing_ties(source, targets)
+    problems += differing_ties(source, names, targets)
     whys = (problem_of(source, names.weights, f, t) for f, t in targets.items() if t.pieces)
     problems += [why for why in whys if why is not None]
     whys = (problem_of_scales(source, weight) for weight in names.weights.values())
@@ -175,7 +175,7 @@ def plan(model: nn.Module, source: Source, names: Names) -> tuple[dict[str, Targ
     }, left_out
 
 
-def differing_ties(source: Source, targets: dict[str, Target]) -> Iterator[str]:
+def differing_ties(source: Source, names: Names, targets: dict[str, Target]) -> Iterator[str]:
     """Yields why parameters that the model ties cannot have the tensors of their names.
 
     A checkpoint may have a tied tensor under one name, or the same values under several.
@@ -185,10 +185,12 @@ def differing_ties(source: Source, targets: dict[str, Target]) -> Iterator[str]:
         if not target.pieces:
             continue
         name, pieces = first.setdefault(id(target.tensor), (fqn, target.pieces))
-        for piece, other in zip(target.pieces, pieces) if name != fqn else ():
-            values, others = (source.tensors.get(p.source) for p in (piece, other))
-            if values is None or others is None or not torch.equal(values, others):
-                yield f"{fqn} is tied to {name} in the model, and differs from it"
+        if name == fqn:
+            continue
+        own, other = ([n for p in of for n in names.of(p.source)] for of in (target.pieces, pieces))
+        pairs = ((source.tensors[a], source.tensors[b]) for a, b in zip(own, other))
+        if len(own) != len(other) or not all(same_bytes(a, b) for a, b in pairs):
+            yield f"{fqn} is tied to {name} in the model, and differs from it"
 
 
 def choose_specs(

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from .schemes import COMPRESSED_TENSORS, INDEX, METHODS, MODELOPT
@@ -57,6 +58,7 @@ class MappedTensors(Mapping[str, Tensor]):
         """
         from safetensors import SafetensorError, safe_open  # which minifloat alone does not need
 
+        self.strays: list[str] = []  # names in files that the index does not name for them
         self._files: dict[str, Any] = {}
         found: dict[str, Path] = {}
         for path in paths:
@@ -67,6 +69,7 @@ class MappedTensors(Mapping[str, Tensor]):
             names: list[str] = opened.keys()
             for name in names:
                 if index.get(name, path) != path:
+                    self.strays.append(f"{name} in {path.name}")
                     continue
                 if name in found:
                     raise source.error(
@@ -157,3 +160,10 @@ def require_method(source: Source) -> None:
             f"expected weights without transforms, got transform_config "
             f"{config['transform_config']}"
         )
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Tells whether two tensors are equal, where each NaN is the one of the other."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))

@@ -75,6 +75,12 @@ class Names(NamedTuple):
     plain: list[str]
     ignored: list[str]
 
+    def of(self, name: str) -> list[str]:
+        """Returns the tensors that have a parameter's values: codes and scales, or itself."""
+        if (weight := self.weights.get(name)) is None:
+            return [name]
+        return [n for n in (weight.codes, weight.scale, weight.factor) if n is not None]
+
 
 def read_names(source: Source) -> Names:
     """Finds the quantized weights of a checkpoint.

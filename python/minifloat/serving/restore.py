@@ -16,7 +16,7 @@ from ..nn.registry import is_distributed
 from ..spec import Spec
 from ..tensor.directions import TENSORS
 from ..tensor.quantized_tensor import QuantizedTensor
-from .read_checkpoint import Source, open_folder
+from .read_checkpoint import Source, open_folder, same_bytes
 from .read_targets import Target, assign, copy_values, problem_of, targets_of
 
 FUNCTION = "restore_"
@@ -144,7 +144,3 @@ def require_same_weight(source: Source, fqn: str, target: Target) -> None:
             f"weights: {fqn}: expected the weight that was cast to its codes, got one with other "
             f"{', '.join(dict.fromkeys(differing))}"
         )
-
-
-def same_bytes(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.flatten().view(torch.uint8), b.flatten().view(torch.uint8))

@@ -250,9 +250,11 @@ def restore_(model: nn.Module) -> nn.Module:
         elif (library := layers_of(module)) is not None:
             library.restore(module)
     expert_functions.restore(model)
-    for (first, of_first), *others in owners.values():
-        for module, name in others:
-            setattr(module, name, first._parameters[of_first])
+    for of_one in owners.values():
+        now = [module._parameters[name] for module, name in of_one]
+        values = next((p for p in now if not isinstance(p, QuantizedTensor)), None)
+        for module, name in of_one if values is not None else ():
+            setattr(module, name, values)
     enable_fast_paths_in(model)
     return model
 
