@@ -386,14 +386,21 @@ def test_models_that_share_a_module():
 def test_a_check_in_inference_mode(fused):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    with StepGuard(model, optimizer, on_nonfinite="skip") as guard:
-        for is_inference in (True, False, True):
-            model(torch.ones(2, 8)).sum().backward()
-            with torch.inference_mode(is_inference):
-                guard.check()
-            optimizer.step()
-            optimizer.zero_grad()
-        model(torch.full((2, 8), math.inf)).sum().backward()
-        with pytest.warns(UserWarning, match="step 4: 1 of 2 gradients"), torch.inference_mode():
+    guard = StepGuard(model, optimizer, on_nonfinite="raise")
+    for is_inference in (True, False, True):
+        model(torch.ones(2, 8)).sum().backward()
+        with torch.inference_mode(is_inference):
             guard.check()
-            guard.report()
+        optimizer.step()
+        optimizer.zero_grad()
+    model(torch.full((2, 8), math.inf)).sum().backward()
+
+    def check_and_report():
+        guard.check()
+        guard.report()
+
+    with (
+        torch.inference_mode(),
+        pytest.raises(FloatingPointError, match="step 4: 1 of 2 gradients"),
+    ):
+        check_and_report()
