@@ -165,10 +165,21 @@ def test_copies_are_bytes(row, col):
     assert all(p.codes is c for p, c in zip(parts(target), codes))  # in place
 
 
-def test_parameters_deepcopy_with_their_gradient_flag_and_attributes():
+def saved_and_loaded(p):
+    file = io.BytesIO()
+    torch.save(p, file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda p: pickle.loads(pickle.dumps(p)), saved_and_loaded]
+)
+def test_parameters_are_copied_with_their_gradient_flag_and_attributes(copied):
     p = nn.Parameter(mf.QuantizedTensor.from_tensor(values(), "mxfp8"), requires_grad=False)
-    p.mine = [1]
-    twin = copy.deepcopy(p)
+    p.mine, p.master_plan = [1], "of this library"
+    twin = copied(p)
+    assert not hasattr(twin, "master_plan")
     assert isinstance(twin, nn.Parameter)
     assert not twin.requires_grad
     assert twin.mine == [1]

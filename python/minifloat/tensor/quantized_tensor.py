@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from ..private_torch import OpOverload, refuse_addresses
 from ..recipe import FORWARD_W, Recipe
 from ..spec import Spec
+from .attributes import attributes_of
 from .directions import TENSORS, require_direction, require_nearest, transposed, weight_shape
 from .memory import NO_ADDRESS, MemoryOfCodes
 from .quantized import Operand, Operands, Quantized, quantize_both, require_tensor
@@ -352,15 +353,14 @@ class QuantizedTensor(MemoryOfCodes, Tensor):
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         leaf = self.requires_grad, isinstance(self, nn.Parameter)
-        return _rebuild_tensor, (self.rowwise, self.columnwise, self.dtype, *leaf)
+        parts = self.rowwise, self.columnwise, self.dtype
+        return _rebuild_tensor, (*parts, *leaf, attributes_of(self))
 
     def __deepcopy__(self, memo: dict[int, QuantizedTensor]) -> QuantizedTensor:
         if id(self) not in memo:
             leaf = self.requires_grad, isinstance(self, nn.Parameter)
             memo[id(self)] = twin = _as_leaf(self.detach().clone(), *leaf)
-            own = "is_slice", *twin.__dict__
-            others = {k: v for k, v in self.__dict__.items() if k not in own}
-            twin.__dict__.update(deepcopy(others, memo))
+            twin.__dict__.update(deepcopy(attributes_of(self), memo))
         return memo[id(self)]
 
     @classmethod
@@ -412,8 +412,12 @@ def _rebuild_tensor(
     dtype: torch.dtype,
     requires_grad: bool,
     is_parameter: bool,
+    attributes: dict[str, Any],
 ) -> QuantizedTensor:
-    return _as_leaf(QuantizedTensor(rowwise, columnwise, dtype), requires_grad, is_parameter)
+    tensor = QuantizedTensor(rowwise, columnwise, dtype)
+    leaf = _as_leaf(tensor, requires_grad, is_parameter)
+    leaf.__dict__.update(attributes)
+    return leaf
 
 
 torch.serialization.add_safe_globals([_rebuild_tensor])
