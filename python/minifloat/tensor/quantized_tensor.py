@@ -22,9 +22,10 @@ new memory, as torch does, with the values' codes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from operator import attrgetter
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -412,7 +413,7 @@ def _rebuild_tensor(
     dtype: torch.dtype,
     requires_grad: bool,
     is_parameter: bool,
-    attributes: dict[str, Any],
+    attributes: Mapping[str, Any] = MappingProxyType({}),
 ) -> QuantizedTensor:
     tensor = QuantizedTensor(rowwise, columnwise, dtype)
     leaf = _as_leaf(tensor, requires_grad, is_parameter)
