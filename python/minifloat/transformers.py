@@ -140,9 +140,8 @@ def require_loaded(model: nn.Module, folder: Path) -> None:
     with ExitStack() as stack, torch.no_grad():
         opened = {f: stack.enter_context(safe_open(f, "pt")) for f in set(files.values())}
         for name, value in state.items():
-            if name not in files or is_distributed(value) or isinstance(value, QuantizedTensor):
-                continue
-            require_equal(folder, name, opened[files[name]].get_tensor(name), value)
+            if name in files and is_compared(value):
+                require_equal(folder, name, opened[files[name]].get_tensor(name), value)
         # One module at a time: the values in the checkpoint's layout are copies.
         for _, names in groupby(missing, key=lambda name: name.rpartition(".")[0]):
             values = as_saved(model, {name: state[name].detach() for name in names})
@@ -156,6 +155,10 @@ def require_loaded(model: nn.Module, folder: Path) -> None:
                         f"{type(model).__name__}.from_pretrained({str(folder)!r}), then "
                         "mf.quantize_, then train(resume_from_checkpoint=...) with this folder"
                     )
+
+
+def is_compared(value: Tensor) -> bool:
+    return not (is_distributed(value) or isinstance(value, QuantizedTensor))
 
 
 def require_equal(folder: Path, name: str, saved: Tensor, value: Tensor) -> None:
@@ -180,13 +183,13 @@ def require_adapters(model: Any, folder: Path) -> None:
     from peft import PeftModel, get_peft_model_state_dict
 
     for path in paths if isinstance(model, PeftModel) else ():
-        adapter = model.active_adapters[0] if path.parent == folder else path.parent.name
+        adapter = "default" if path.parent == folder else path.parent.name  # as PEFT names folders
         if adapter not in model.peft_config:
             continue
         saved = load_file(path)
         state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
         for name, value in state.items():
-            if name in saved and not (is_distributed(value) or isinstance(value, QuantizedTensor)):
+            if name in saved and is_compared(value):
                 require_equal(folder, name, saved[name], value)
 
 

@@ -80,6 +80,20 @@ def test_another_runs_adapters_are_an_error(adapter, tmp_path):
         callback.on_train_begin(*at_step(1, tmp_path), model=model)
 
 
+def test_adapters_that_are_not_active_are_compared(tmp_path):
+    config = LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+    model, callback = get_peft_model(converted(), config), transformers.TrainingStateCallback()
+    model.add_adapter("other", config)
+    model.set_adapter("other")
+    callback.on_save(*at_step(1, tmp_path), model=model)
+    model.save_pretrained(tmp_path / "checkpoint-1")
+    callback.on_train_begin(*at_step(1, tmp_path), model=model)
+    with torch.no_grad():
+        model.base_model.model[0].lora_A["default"].weight[0, 0] += 1
+    with pytest.raises(ValueError, match="got a model with another"):
+        callback.on_train_begin(*at_step(1, tmp_path), model=model)
+
+
 def test_values_that_are_nan_are_those_of_the_checkpoint(tmp_path):
     model, callback = converted(), transformers.TrainingStateCallback()
     model.register_buffer("bounds", torch.tensor([-math.inf, math.nan]))
