@@ -56,8 +56,8 @@ def split_folder(folder):
 
 def leave_an_old_tensor(folder):
     index = split_folder(folder)
-    name, file = "model.norm.weight", max(index.values())
-    other = next(f for f in index.values() if f != index[name]) if index[name] == file else file
+    name = "model.norm.weight"
+    other = next(file for file in index.values() if file != index[name])
     tensors = load_file(folder / other) | {name: torch.full((64,), 9.0)}
     save_file(tensors, folder / other, {"format": "pt"})
 

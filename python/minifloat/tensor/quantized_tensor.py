@@ -16,8 +16,8 @@ The handlers of ops are in dispatch.py.
 Only views of the whole tensor, in its shape, share its memory. `w[0] = value` changes w; a write to
 values, such as w[0].zero_() or one to w.t() or w.diagonal(), does not. A write to a slice or a
 part, such as w.chunk(2)[0], is refused: a checkpoint that is loaded into other shards than it was
-saved from would write so. `w.data = values` gives w
-new memory, as torch does, with the values' codes.
+saved from would write so. `w.data = values` gives w new memory, as torch does, with the values'
+codes.
 """
 
 from __future__ import annotations
