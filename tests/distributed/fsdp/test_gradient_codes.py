@@ -465,5 +465,26 @@ def test_offloaded_sums_and_a_divide_factor():
     run_world(2, check_options)
 
 
+def check_factor(rank):
+    """A module of one rank sends nothing, and its sum over replicas is divided once, too."""
+    for shape in ((2,), (2, 1), (1, 2)):
+        for spec in ("bf16", "mxfp8"):
+            layer = nn.Linear(32, 1, bias=False)
+            names = ("replicas", "shards")[-len(shape) :]
+            fully_shard(layer, mesh=init_device_mesh("cpu", shape, mesh_dim_names=names))
+            mf.distributed.quantize_gradients_(layer, spec)
+            for factor, want in ((None, 1.0), (8.0, 0.25)):
+                if factor is not None:
+                    layer.set_gradient_divide_factor(factor)
+                layer.zero_grad()
+                layer(torch.ones(1, 32)).sum().backward()
+                gradient = layer.weight.grad.full_tensor()
+                assert gradient.eq(want).all(), (shape, spec, factor, gradient[0, 0].item())
+
+
+def test_a_divide_factor_on_meshes_with_dimensions_of_one():
+    run_world(2, check_factor)
+
+
 def test_a_second_call_replaces_the_first():
     run_world(2, check_twice)
