@@ -20,6 +20,7 @@ from transformers import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support import quantized_checkpoints as checkpoints
+from tests.support.same_bits import require_same
 
 SMALL = {
     "vocab_size": 64,
@@ -253,3 +254,40 @@ def test_names_that_the_class_leaves_out_are_reported(tmp_path):
     notes = mf.load_quantized_(model, tmp_path).notes
     wanted = "1 tensors are not read, which the model's class leaves out, such as mtp.0.norm.weight"
     assert ("", wanted) in notes
+
+
+# ---- mf.MoE --------------------------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.moe = mf.MoE(64, 96, experts=12, top_k=2, **options)
+
+    def forward(self, x):
+        return self.moe(self.first(x))
+
+
+def mixture(seed, **options):
+    torch.manual_seed(seed)
+    return Mixture(**options).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize(
+    "options", [{}, {"fused_w13": True, "bias": True}, {"fused_w13": True, "shared_experts": 1}]
+)
+def test_mixtures_of_this_library_are_read_as_they_were_written(options, recipe, tmp_path):
+    model, loaded = mixture(0, **options), mixture(1, **options)
+    plain = {name: value.detach().clone() for name, value in model.named_parameters()}
+    mf.quantize_(model, recipe, keep="nothing")
+    mf.export(model, tmp_path, weight_only=True)
+    report = mf.load_quantized_(loaded, tmp_path, "mxfp8" if recipe == "mxfp8" else "bf16")
+    assert dict(report.converted).keys() >= {"first", "moe.experts.w2"}
+    if recipe == "mxfp8":
+        x = torch.randn(8, 64).to(torch.bfloat16)
+        require_same(loaded(x), model(x), "y")
+    mf.restore_(loaded, plain)  # refuses weights that are not those of the codes
+    for name, value in loaded.named_parameters():
+        assert torch.equal(value, plain[name]), name

@@ -2,27 +2,31 @@
 
     q_proj.weight                       the parameter of that name
     experts.3.gate_proj.weight          matrix 3, upper half of the rows, of experts.gate_up_proj
+    experts.3.w1.weight                 matrix 3 of experts.w1, or gate of experts.w13
 
 transformers' models say how names of checkpoints become theirs. Of its operations those are known
-that merge the matrices of experts, and join gate and up.
+that merge the matrices of experts, and join gate and up. Other models have the names of mf.export.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..moe.convert.projections import NAMES, ProjectionExperts, is_row_major
+from ..nn.names import join
 from ..nn.state.recipe_state import WEIGHT_DTYPES
 from .read_checkpoint import Source
 from .read_codes import Stored
-from .weights import is_transformers
+from .weights import FUSED, SUFFIX, is_transformers, own_parts
 
 EXPERT = re.compile(r"\.(\d+)\.")
+MATRIX = re.compile(r"(?:(.*)\.)?(\d+)\.(\w+)" + re.escape(SUFFIX))  # of experts
 PEFT_PREFIX, PEFT_PART = "base_model.model.", "base_layer"
 MERGES = [("MergeModulelist", 0), ("Concatenate", 1)]  # transformers' operations, and their dims
 
@@ -101,11 +105,28 @@ def transformers_model(model: nn.Module) -> Any:
     return next((m for m in (model, inner) if is_transformers(m)), None)
 
 
-def finder_of_pieces(source: Source, model: nn.Module) -> Callable[[str], tuple[str, Piece]]:
+def own_piece(targets: dict[str, Target], name: str) -> tuple[str, Piece]:
+    """Returns the parameter of a model that is not of transformers, and the part that it is."""
+    matrix = MATRIX.fullmatch(name)
+    if name in targets or matrix is None:
+        return name, Piece(name)
+    parent, expert, key = matrix.groups()
+    for leaf in (key, FUSED):
+        fqn = join(parent or "", leaf)
+        if fqn in targets and targets[fqn].tensor.dim() == 3:
+            keys = own_parts(targets[fqn].module, leaf)
+            if key in keys:
+                return fqn, Piece(name, int(expert), keys.index(key), len(keys))
+    return name, Piece(name)
+
+
+def finder_of_pieces(
+    source: Source, model: nn.Module, targets: dict[str, Target]
+) -> Callable[[str], tuple[str, Piece]]:
     """Returns a function from a checkpoint's name to a parameter's, and the part that it is."""
     hf = transformers_model(model)
     if hf is None:
-        return lambda name: (name, Piece(name))
+        return partial(own_piece, targets)
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     transforms: list[Any] = get_model_conversion_mapping(hf)
@@ -142,7 +163,7 @@ def assign(
     Returns:
         The names that the model's class leaves out, and those that are unknown.
     """
-    find = finder_of_pieces(source, model)
+    find = finder_of_pieces(source, model, targets)
     patterns = getattr(transformers_model(model), "_keys_to_ignore_on_load_unexpected", None) or ()
     left_out, unknown = [], []
     for name in names:

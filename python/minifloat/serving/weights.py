@@ -37,6 +37,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from .schemes import Scheme, Storage, storage_of
 
 Names = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # own names -> a checkpoint's
+FUSED = "w13"  # of mf.MoE: gate and up
 SUFFIX = ".weight"  # of a name; a model that is one layer has `weight` alone
 
 
@@ -171,15 +172,16 @@ def own_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
         if tensor.dim() != 3 or leaf not in products_by_weight(module):
             found[name] = tensor
             continue
-        matrices = {leaf: tensor}
-        if isinstance(module, Experts) and leaf == "w13":
-            halves = (tensor[:, ::2], tensor[:, 1::2])
-            pair = halves if module.gate.interleaved else tensor.chunk(2, dim=1)
-            matrices = dict(zip(("w1", "w3"), pair))
-        for expert in range(tensor.shape[0]):
-            prefix = join(parent, str(expert))
-            found |= {f"{prefix}.{key}{SUFFIX}": of[expert] for key, of in matrices.items()}
+        keys = own_parts(module, leaf)
+        for key, part in zip(keys, tensor.chunk(len(keys), dim=1)):
+            names = (f"{join(parent, str(e))}.{key}{SUFFIX}" for e in range(len(part)))
+            found |= dict(zip(names, part))
     return found
+
+
+def own_parts(module: nn.Module, leaf: str) -> tuple[str, ...]:
+    """Returns the names that a matrix of experts has in a file, one for each run of its rows."""
+    return ("w1", "w3") if isinstance(module, Experts) and leaf == FUSED else (leaf,)
 
 
 def layer_of(key: str) -> str | None:
