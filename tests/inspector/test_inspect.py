@@ -3,6 +3,8 @@
 import copy
 import json
 import math
+import re
+from collections import OrderedDict
 from dataclasses import replace
 
 import minifloat as mf
@@ -354,6 +356,14 @@ def test_what_is_not_inspected_has_its_reason():
     assert reasons["idle"] == NOT_CALLED
     assert reasons["codes"].startswith("its weight is codes")
     assert found.recipe_map(1.0, "mxfp8").text == "*: mxfp8; idle: bf16"
+
+
+@pytest.mark.parametrize("name", ["a*", "a?", "a;b"])
+def test_names_that_a_map_cannot_have(name):
+    model = nn.Sequential(OrderedDict({name: nn.Linear(64, 64), "other": nn.Linear(64, 64)}))
+    found = mf.inspect(model, torch.randn(8, 64), ["mxfp8"], loss=lambda m, x: m(x).sum())
+    with pytest.raises(ValueError, match=re.escape(f"got {name}")):
+        found.recipe_map(0.0, "mxfp8")
 
 
 def test_experts_of_other_libraries_are_named():

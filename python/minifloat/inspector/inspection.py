@@ -16,6 +16,7 @@ from ..nn.convert.selection import display
 from ..recipe import Recipe, RecipeMap
 
 NOT_CALLED = "not called by this batch"
+GLOB_SIGNS = frozenset("*?;")  # of a recipe map
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,8 @@ class Inspection:
 
         Raises:
             TypeError: `share` is no number, or `low` or `high` no str.
-            ValueError: `share` is out of range, or a recipe was not inspected in every layer.
+            ValueError: `share` is out of range, a recipe was not inspected in every layer, or the
+                name of a layer has '*', '?' or ';'.
         """
         if not isinstance(share, (int, float)):
             raise TypeError(f"recipe_map: expected a share from 0 to 1, got {share!r}")
@@ -225,6 +227,11 @@ class Inspection:
         if "" in kept:  # the model is one layer
             return RecipeMap(f"*: {high}")
         names = [name for name in [*modules, *skipped] if name in kept]
+        if globs := [name for name in names if not GLOB_SIGNS.isdisjoint(name)]:
+            raise ValueError(
+                "recipe_map: expected names of modules without '*', '?' and ';', which a map reads "
+                f"as signs of its own, got {', '.join(globs)}"
+            )
         return RecipeMap("; ".join([f"*: {low}", *(f"{name}: {high}" for name in names)]))
 
 
