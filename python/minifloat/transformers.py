@@ -124,7 +124,7 @@ def require_loaded(model: nn.Module, folder: Path) -> None:
     save_pretrained gives experts of some models the names and shapes of their first release. The
     Trainer loads a checkpoint by the model's names, and only warns of weights that it did not find.
 
-    Weights that ranks share, and those that are codes, are not compared.
+    Weights that ranks share, are on meta or are codes are not compared. Each rank reads the file.
 
     Raises:
         ValueError: a weight of the model is not the checkpoint's.
@@ -158,7 +158,7 @@ def require_loaded(model: nn.Module, folder: Path) -> None:
 
 
 def is_compared(value: Tensor) -> bool:
-    return not (is_distributed(value) or isinstance(value, QuantizedTensor))
+    return not (value.is_meta or is_distributed(value) or isinstance(value, QuantizedTensor))
 
 
 def require_equal(folder: Path, name: str, saved: Tensor, value: Tensor) -> None:
