@@ -386,7 +386,9 @@ def test_models_that_share_a_module():
 def test_a_check_in_inference_mode(fused):
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
-    guard = StepGuard(model, optimizer, on_nonfinite="raise")
+    with torch.inference_mode():
+        guard = StepGuard(model, optimizer, on_nonfinite="raise")
+    guard.check()  # without gradients
     for is_inference in (True, False, True):
         model(torch.ones(2, 8)).sum().backward()
         with torch.inference_mode(is_inference):
@@ -401,6 +403,6 @@ def test_a_check_in_inference_mode(fused):
 
     with (
         torch.inference_mode(),
-        pytest.raises(FloatingPointError, match="step 4: 1 of 2 gradients"),
+        pytest.raises(FloatingPointError, match="step 5: 1 of 2 gradients"),
     ):
         check_and_report()

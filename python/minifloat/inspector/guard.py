@@ -27,6 +27,7 @@ from ..distributed.handshake import has_others, meet, raise_different, raise_on_
 from ..nn.names import unwrapped
 from ..nn.state.guarded_steps import guards, guards_of
 from ..nn.state.model_state import drop_counts
+from ..nn.state.random_state import as_normal
 from .guard_report import Loss, Written, described, find
 from .guarded_optimizers import (
     flags_of,
@@ -115,7 +116,7 @@ class StepGuard:
         devices.sort(key=lambda device: device.type != "cuda")
         self._device = devices[0] if devices else torch.device("cpu")
         self._event = torch.cuda.Event() if self._device.type == "cuda" else None
-        self._flags = torch.zeros(1, dtype=torch.float32, device=self._device)
+        self._flags = as_normal(torch.zeros(1, dtype=torch.float32, device=self._device))
         self._flag = self._flags[0]
         self._fault: str | None = None  # of this rank's call, which the report raises on all ranks
         self._captured: list[Written] = []

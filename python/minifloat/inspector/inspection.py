@@ -193,7 +193,7 @@ class Inspection:
         Raises:
             TypeError: `share` is no number, or `low` or `high` no str.
             ValueError: `share` is out of range, a recipe was not inspected in every layer, or the
-                name of a layer has '*', '?' or ';'.
+                name of a layer has '*', '?', ';' or spaces around it.
         """
         if not isinstance(share, (int, float)):
             raise TypeError(f"recipe_map: expected a share from 0 to 1, got {share!r}")
@@ -227,10 +227,10 @@ class Inspection:
         if "" in kept:  # the model is one layer
             return RecipeMap(f"*: {high}")
         names = [name for name in [*modules, *skipped] if name in kept]
-        if globs := [name for name in names if not GLOB_SIGNS.isdisjoint(name)]:
+        if other := [n for n in names if not GLOB_SIGNS.isdisjoint(n) or n != n.strip(" ")]:
             raise ValueError(
-                "recipe_map: expected names of modules without '*', '?' and ';', which a map reads "
-                f"as signs of its own, got {', '.join(globs)}"
+                "recipe_map: expected names of modules without '*', '?', ';' and spaces around "
+                f"them, which a map reads otherwise, got {', '.join(map(repr, other))}"
             )
         return RecipeMap("; ".join([f"*: {low}", *(f"{name}: {high}" for name in names)]))
 
