@@ -257,21 +257,26 @@ class QuantizedTensor(MemoryOfCodes, Tensor):
     # torch makes these of views, whose memory is not that of the codes.
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        """Writes to elements: all values are rounded again."""
+        """Writes to elements: all values are rounded again.
+
+        Raises:
+            ValueError: this is a slice, or has no values, as all parts are transformed.
+        """
         values = self * 1  # autograd records it
         values[index] = value
         self.copy_(values)
 
     def fill_diagonal_(self, fill_value: float, wrap: bool = False) -> QuantizedTensor:
-        """Writes to the diagonal: all values are rounded again."""
+        """Writes to the diagonal: all values are rounded again.
+
+        Raises:
+            ValueError: as __setitem__.
+        """
         self.copy_((self * 1).fill_diagonal_(fill_value, wrap))
         return self
 
     def _write(self, source: Tensor) -> None:
-        """Writes a source in place: its bytes where the layouts are equal, else rounded values.
-
-        Backward, which reads codes or values of before, then raises as after any write in place.
-        """
+        """Writes a source in place: its bytes where the layouts are equal, else rounded values."""
         if self.is_slice:
             raise ValueError(
                 "QuantizedTensor: a slice has codes of its own, a write to it would not reach the "
@@ -287,7 +292,13 @@ class QuantizedTensor(MemoryOfCodes, Tensor):
         for part, other in zip(self.directions, others):
             for name in TENSORS:
                 getattr(part, name).copy_(getattr(other, name))
-        # torch counts no writes below __torch_dispatch__, nor those of a list of tensors.
+        self.count_write()
+
+    def count_write(self) -> None:
+        """Counts a write to the codes, as torch does not below __torch_dispatch__.
+
+        Backward, which reads codes or values of before, then raises as after any write in place.
+        """
         written = [t for t in (self, *self.inner_tensors()) if not t.is_inference()]
         torch.autograd.graph.increment_version(written)
 

@@ -56,6 +56,15 @@ def test_delayed_scaling_casts_with_the_active_amax_and_reports_the_current_one(
     assert weight.rowwise.amax == master.bfloat16().abs().max()
 
 
+def test_backward_does_not_read_codes_that_a_cast_wrote_after_forward():
+    weight = torch.nn.Parameter(mf.QuantizedTensor.from_tensor(torch.ones(32, 64), "mxfp8/32x32"))
+    x = torch.ones(4, 64, requires_grad=True)
+    loss = mf.linear(x, weight, None, "mxfp8_2d").sum()
+    mf.distributed.quantize_master_weights([weight], [torch.zeros(32 * 64)], [0], None)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def step_and_compare(weights, formats, seed):
     """Casts masters of `seed`; compares every weight with the cast of its whole master."""
     masters = [master_of(tuple(w.shape), seed + i) for i, w in enumerate(weights)]

@@ -184,11 +184,11 @@ def quantize_gradients_(model: nn.Module, spec: str = "e4m3/1x128+sr", *, seed: 
     shared = GradientCodes(parsed, state, weakref.ref(model))
     drawn = f" from seed {state.seed}" if parsed.is_stochastic else ""
     _require_same(modules, f"{parsed.text}{drawn}")
-    # Of a rank alone torch's copy divides, and a forced sum would be divided again.
-    summed = {module for _, module, group in modules if cast(Any, _group_of(group)).size() > 1}
-    for (name, module, _), rank in zip(modules, ranks):
+    for (name, module, group), rank in zip(modules, ranks):
         module.set_custom_reduce_scatter(cast(Any, ReduceScatterOfCodes(name, rank, shared)))
-        module.set_force_sum_reduction_for_comms(module in summed)
+        # Of a rank alone torch's copy divides, and a forced sum would be divided again.
+        is_alone = cast(Any, _group_of(group)).size() == 1
+        module.set_force_sum_reduction_for_comms(not is_alone)
     model.__dict__.pop(GRADIENT_RNG, None)
     if parsed.is_stochastic:
         model.__dict__[GRADIENT_RNG] = state

@@ -251,6 +251,8 @@ def quantize_master_weights(
     agreement.meet(title, shards, ranks)
     name = "" if ranks is None else ranks.group_name
     ready.run(name, agreement.native)
+    for weight in weights if fsdp_shard_model_weights is None else ():
+        weight.count_write()
     agreement.shards[name, title] = shards
 
 
