@@ -10,9 +10,12 @@ import torch
 from minifloat.recipe import FORWARD_W
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support import quantized_checkpoints as checkpoints
+from tests.support.worlds import run_world
 
 PRESETS = ("NVFP4A16", "NVFP4", "MXFP4A16", "MXFP8A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK")
 
@@ -142,6 +145,20 @@ def test_tied_layers_have_equal_codes_and_scales(recipe, tmp_path):
             assert len(mf.load_quantized_(loaded, tmp_path / "1").converted) == 2
 
 
+def test_attributes_of_weights_stay(tmp_path):
+    model = two_linears()
+    originals = {name: value.clone() for name, value in model.state_dict().items()}
+    mf.quantize_(model, "mxfp8", keep="nothing")
+    mf.export(model, tmp_path, weight_only=True)
+    loaded = two_linears()
+    loaded["a"].weight.mine = 3
+    mf.load_quantized_(loaded, tmp_path)
+    assert loaded["a"].weight.mine == 3
+    for weights in (None, originals):
+        again = copy.deepcopy(loaded)
+        assert mf.restore_(again, weights)["a"].weight.mine == 3
+
+
 def test_restored_weights_reach_modules_that_are_no_layers():
     plain = nn.ModuleDict({"first": nn.Embedding(64, 64), "layer": nn.Linear(64, 64, bias=False)})
     plain["last"] = nn.Embedding(64, 64)
@@ -152,6 +169,21 @@ def test_restored_weights_reach_modules_that_are_no_layers():
     mf.restore_(plain)
     assert torch.equal(plain["layer"].weight, weight.dequantize())
     assert plain["first"].weight is plain["last"].weight is plain["layer"].weight
+
+
+def check_shared_shards(rank):
+    mesh = init_device_mesh("cpu", (1,))
+    model = two_linears()
+    mf.quantize_(model, "mxfp8", primary=True, keep="nothing")
+    weight = nn.Parameter(distribute_tensor(model["a"].weight.detach(), mesh, [Replicate()]))
+    model["a"].weight = model["b"].weight = weight
+    mf.restore_(model)
+    assert model["a"].weight is model["b"].weight
+    assert not isinstance(model["a"].weight.to_local(), mf.QuantizedTensor)
+
+
+def test_restored_shards_stay_tied():
+    run_world(1, check_shared_shards)
 
 
 def test_a_layer_with_two_names_is_one(tmp_path):

@@ -291,3 +291,17 @@ def test_mixtures_of_this_library_are_read_as_they_were_written(options, recipe,
     mf.restore_(loaded, plain)  # refuses weights that are not those of the codes
     for name, value in loaded.named_parameters():
         assert torch.equal(value, plain[name]), name
+
+
+def test_a_number_that_no_expert_has_is_refused(tmp_path):
+    model, loaded = mixture(0), mixture(1)
+    mf.quantize_(model, "mxfp8", keep="nothing")
+    mf.export(model, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {k.replace("experts.11.", "experts.12."): v for k, v in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    before = {name: value.clone() for name, value in loaded.state_dict().items()}
+    with pytest.raises(ValueError, match="has 11 of 12 tensors"):
+        mf.load_quantized_(loaded, tmp_path)
+    assert type(loaded.first) is nn.Linear
+    assert all(torch.equal(value, before[name]) for name, value in loaded.state_dict().items())

@@ -313,7 +313,7 @@ Tensor grouped_mlp_kernel(const Tensor& x, const Tensor& weights, at::TensorList
   }
   check_tensors(t);
   check_form(kGroupedMlp, limit, alpha, interleaved, n == 3);
-  if (is_autocast(x)) autocast_dtype(x.device().type());
+  if (is_autocast(x)) autocast_dtype(x.device().type());  // raises for one that products lack
   const bool are_rows = !sums && group.empty() && bridge::is_real(x);
   TORCH_CHECK_VALUE(are_rows || !(x_codes || gradient), kGroupedMlp,
                     ": expected x_codes and gradient of rows, which are not summed");

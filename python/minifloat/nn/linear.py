@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..checks import require_bool, require_int, require_text
 from ..recipe import FORWARD_W, Recipe
@@ -249,12 +250,18 @@ def require_primary(primary: bool, keep_high_precision_init: bool) -> None:
 
 
 def dequantize_parameters(module: nn.Module) -> None:
-    """Replaces quantized parameters, also of a parametrization, by the values of their codes."""
+    """Replaces quantized parameters, also of a parametrization, by the values of their codes.
+
+    Modules that share one share its values too.
+    """
+    made = WeakIdKeyDictionary()  # keeps no codes whose values are made
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
             local = getattr(parameter, "_local_tensor", parameter)
             if parameter is not None and isinstance(local, QuantizedTensor):
-                values = nn.Parameter(parameter.detach() * 1, parameter.requires_grad)
-                vars(values).update(attributes_of(parameter))
-                clear_initial_values(values)
-                setattr(owner, name, values)
+                if parameter not in made:
+                    values = nn.Parameter(parameter.detach() * 1, parameter.requires_grad)
+                    vars(values).update(attributes_of(parameter))
+                    clear_initial_values(values)
+                    made[parameter] = values
+                setattr(owner, name, made[parameter])

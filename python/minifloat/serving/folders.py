@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..nn.convert.quantize import quantize_
 from ..nn.convert.selection import Report
 from .export import export
@@ -50,6 +52,8 @@ def quantize_folder(
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         loaded, found = load(model, dtype="auto", output_loading_info=True)
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, SafetensorError) as error:  # of other shapes than the config's; damaged
         raise source.error(f"expected the weights of {model}/config.json, got {error}") from None
     wrong = [f"{name} {what}" for key, what in WRONG.items() for name in sorted(found[key])]

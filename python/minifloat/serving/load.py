@@ -23,6 +23,7 @@ from ..nn.names import unwrapped
 from ..nn.state.recipe_state import RecipeState, converted
 from ..recipe import FORWARD_W, Product, Recipe, RecipeMap
 from ..spec import Spec
+from ..tensor.attributes import attributes_of
 from ..tensor.directions import tensors_of
 from ..tensor.quantized import Quantized
 from ..tensor.quantized_tensor import QuantizedTensor
@@ -330,6 +331,7 @@ def write_codes(
     if id(like) not in made:
         codes = read_codes(source, names, target, spec, memory)
         made[id(like)] = nn.Parameter(codes, requires_grad=False)
+        vars(made[id(like)]).update(attributes_of(like))
     setattr(module, name, made[id(like)])
     state = module if isinstance(module, RecipeState) else product_of(module, name)
     cast(RecipeState, state).has_loaded_codes = True

@@ -23,7 +23,7 @@ from ..nn.names import join
 from ..nn.state.recipe_state import WEIGHT_DTYPES
 from .read_checkpoint import Source
 from .read_codes import Stored
-from .weights import FUSED, SUFFIX, is_transformers, own_parts
+from .weights import GATE_AND_UP, SUFFIX, is_transformers, own_parts
 
 EXPERT = re.compile(r"\.(\d+)\.")
 MATRIX = re.compile(r"(?:(.*)\.)?(\d+)\.(\w+)" + re.escape(SUFFIX))  # of experts
@@ -111,7 +111,7 @@ def own_piece(targets: dict[str, Target], name: str) -> tuple[str, Piece]:
     if name in targets or matrix is None:
         return name, Piece(name)
     parent, expert, key = matrix.groups()
-    for leaf in (key, FUSED):
+    for leaf in (key, GATE_AND_UP):
         fqn = join(parent or "", leaf)
         if fqn in targets and targets[fqn].tensor.dim() == 3:
             keys = own_parts(targets[fqn].module, leaf)
@@ -186,8 +186,9 @@ def problem_of(source: Source, weights: dict[str, Stored], fqn: str, target: Tar
     is_coded = pieces[0].source in weights
     shape, first = target.shape(is_coded), pieces[0]
     count = 1 if first.expert is None else shape[0] * first.parts
-    if len({piece[1:] for piece in pieces}) != len(pieces) or len(pieces) != count:
-        return f"{fqn} has {len(pieces)} of {count} tensors"
+    places = {(p.expert, p.part) for p in pieces if p.expert is None or p.expert < shape[0]}
+    if len(places) != count or len(pieces) != count:
+        return f"{fqn} has {len(places)} of {count} tensors"
     wanted = shape if first.expert is None else (shape[1] // first.parts, *shape[2:])
     for name, *_ in pieces:
         stored = weights.get(name) or source.tensors[name]

@@ -14,6 +14,7 @@ from ..nn.grouped_product import product_of
 from ..nn.names import unwrapped
 from ..nn.registry import is_distributed
 from ..spec import Spec
+from ..tensor.attributes import attributes_of
 from ..tensor.directions import TENSORS
 from ..tensor.quantized_tensor import QuantizedTensor
 from .read_checkpoint import Source, open_folder, same_bytes
@@ -80,6 +81,7 @@ def restore_(
             if id(target.tensor) not in made:
                 values = read_original(source, target)
                 made[id(target.tensor)] = nn.Parameter(values, target.tensor.requires_grad)
+                vars(made[id(target.tensor)]).update(attributes_of(target.tensor))
             setattr(target.module, target.name, made[id(target.tensor)])
     return restore_layers(model)
 

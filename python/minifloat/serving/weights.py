@@ -37,7 +37,7 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from .schemes import Scheme, Storage, storage_of
 
 Names = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # own names -> a checkpoint's
-FUSED = "w13"  # of mf.MoE: gate and up
+GATE_AND_UP = "w13"  # of mf.MoE: gate and up
 SUFFIX = ".weight"  # of a name; a model that is one layer has `weight` alone
 
 
@@ -181,7 +181,7 @@ def own_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
 
 def own_parts(module: nn.Module, leaf: str) -> tuple[str, ...]:
     """Returns the names that a matrix of experts has in a file, one for each run of its rows."""
-    return ("w1", "w3") if isinstance(module, Experts) and leaf == FUSED else (leaf,)
+    return ("w1", "w3") if isinstance(module, Experts) and leaf == GATE_AND_UP else (leaf,)
 
 
 def layer_of(key: str) -> str | None:

@@ -17,7 +17,6 @@ from torch import nn
 
 from ...checks import require_bool, require_int, require_module, require_one_of
 from ...recipe import Recipe, RecipeMap
-from ...tensor.quantized_tensor import QuantizedTensor
 from ..accumulation import ACCUMULATE
 from ..cache.operand_cache import share_inputs
 from ..fuse.find_mlps import convert_mlps, mlps_of, restore_mlps
@@ -25,6 +24,7 @@ from ..linear import (
     Linear,
     adopt,
     class_without_recipe,
+    dequantize_parameters,
     make_primary,
     require_primary,
     restore_linear,
@@ -236,25 +236,16 @@ def quantize_(
 def restore_(model: nn.Module) -> nn.Module:
     """Undoes mf.quantize_ in place, with the same parameters; codes become their values."""
     require_restorable(model)
-    owners: dict[int, list[tuple[nn.Module, str]]] = {}  # of weights of codes, which may be tied
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if isinstance(parameter, QuantizedTensor):
-                owners.setdefault(id(parameter), []).append((module, name))
     for module in model.modules():
         remove_hooks(module)
     restore_mlps(model)
+    dequantize_parameters(model)
     for module in list(model.modules()):
         if isinstance(module, Linear):
             restore_linear(module)
         elif (library := layers_of(module)) is not None:
             library.restore(module)
     expert_functions.restore(model)
-    for of_one in owners.values():
-        now = [module._parameters[name] for module, name in of_one]
-        values = next((p for p in now if not isinstance(p, QuantizedTensor)), None)
-        for module, name in of_one if values is not None else ():
-            setattr(module, name, values)
     enable_fast_paths_in(model)
     return model
 
