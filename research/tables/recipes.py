@@ -128,7 +128,7 @@ WISHES: tuple[tuple[str, tuple[tuple[int, int], ...], tuple[Wish, ...]], ...] = 
             Wish("A scale a token and feature: outliers", "fp8_rowwise"),
             Wish("Least memory", "mxfp4"),
             Wish("Blackwell's MXFP8, for its numerics", "mxfp8"),
-            Wish("NVIDIA's NVFP4, with little loss", "nvfp4", f"{KEPT} then=bf16"),
+            Wish("NVIDIA's NVFP4, with its least loss", "nvfp4", f"{KEPT} then=bf16"),
         ),
     ),
     (
