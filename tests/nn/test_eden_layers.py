@@ -9,6 +9,7 @@ import torch
 from minifloat._native import ops
 from torch import nn
 
+from tests.support.fused_models import FeedForward
 from tests.support.loss_errors import loss_error
 from tests.support.specs import EDEN_RECIPE
 from tests.tensor.test_eden import is_unbiased, z_scores
@@ -19,21 +20,11 @@ BF16_BACKWARD = "fprop=nvfp4*nvfp4/16x16 dgrad=bf16*bf16 wgrad=bf16*bf16"
 MOST_ERROR = 2 * 0.0098**0.5
 
 
-class FeedForward(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w1, self.w3 = nn.Linear(96, 160, bias=False), nn.Linear(96, 160, bias=False)
-        self.w2 = nn.Linear(160, 96, bias=False)
-
-    def forward(self, x):
-        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
-
-
 MODELS = {
     "linear": lambda: nn.Sequential(nn.Linear(96, 130)),
     "whole transforms": lambda: nn.Sequential(nn.Linear(96, 128)),
     "layers": lambda: nn.Sequential(nn.Linear(96, 128), nn.GELU(), nn.Linear(128, 96)),
-    "feed-forward": FeedForward,
+    "feed-forward": lambda: FeedForward(width=96, hidden=160),
 }
 
 
@@ -115,7 +106,7 @@ def train(model, optimizer, first, steps):
 @functools.cache
 def losses_of_fp32():
     torch.manual_seed(0)
-    model = FeedForward()
+    model = FeedForward(width=96, hidden=160)
     return train(model, torch.optim.AdamW(model.parameters(), lr=3e-3), 0, 120)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, jacfwd, jacrev, stack_module_state, vjp, vmap
 
 from tests.support import layer_cases as cases
+from tests.support.fused_models import FeedForward
 from tests.support.layer_cases import Options
 from tests.support.same_bits import require_same
 
@@ -146,19 +147,9 @@ def test_a_batch_has_the_random_bits_of_one_call():
     require_same(y[1:], y[:1].expand(2, 1, N), "samples")
 
 
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(K, HIDDEN, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(HIDDEN, K, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
-
-
 def feed_forward(recipe: str, fuse: bool) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(FeedForward())
+    model = nn.Sequential(FeedForward(width=K, hidden=HIDDEN))
     mf.quantize_(model, recipe, keep="nothing", fuse=fuse)
     return model
 

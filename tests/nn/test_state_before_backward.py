@@ -14,6 +14,7 @@ from minifloat._native import ops
 from torch import Tensor, nn
 
 from tests.support import layer_cases as cases
+from tests.support.fused_models import FeedForward
 from tests.support.layer_cases import ONE_RANK, Case, Options
 from tests.support.same_bits import require_same, same_bytes
 
@@ -139,7 +140,9 @@ def network(recipe: str, options: dict) -> nn.Module:
     """A feed-forward of its own weights, one as a single op, and experts."""
     torch.manual_seed(0)
     model = nn.Sequential(
-        FeedForward(), mf.MoE(64, 64, cases.E, 2, dtype=torch.float32), nn.Linear(64, 64)
+        FeedForward(width=64, hidden=128),
+        mf.MoE(64, 64, cases.E, 2, dtype=torch.float32),
+        nn.Linear(64, 64),
     )
     mf.quantize_(model, recipe, keep="nothing", **options)
     allocate_sums(model)
@@ -150,16 +153,6 @@ def allocate_sums(model: nn.Module) -> None:
     for layer in model.modules():
         if getattr(layer, "accumulate", None):
             layer.weight.main_grad = torch.zeros(layer.weight.shape)
-
-
-class FeedForward(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w1, self.w3 = (nn.Linear(64, 128, bias=False) for _ in range(2))
-        self.w2 = nn.Linear(128, 64, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
 
 
 def inputs() -> Tensor:
