@@ -69,11 +69,13 @@ struct LinearOptions {
   bool bias = true;
   std::string name = "linear";  // its random stream; give each layer its own
   std::int64_t seed = 0;
+  std::int64_t data_parallel_rank = 0;  // ranks draw other bits, those that Python's layers draw
 };
 
 // torch::nn::Linear under a recipe; parameters `weight` (N, K) and `bias` (N), initialised as in
 // torch. Under a stochastic recipe each forward pass in training mode draws fresh bits, and one in
-// evaluation mode repeats the last. Each forward pass casts the weight; no codes are kept. Passes
+// evaluation mode repeats the last. Their count is saved and loaded with the parameters, in an
+// archive's entry "forwards". Each forward pass casts the weight; no codes are kept. Passes
 // of one module may run at once, except in training mode under a stochastic recipe, where each
 // counts. The constructor throws c10::ValueError for +delayed, whose histories a module lacks.
 class LinearImpl : public torch::nn::Cloneable<LinearImpl> {
@@ -84,6 +86,9 @@ class LinearImpl : public torch::nn::Cloneable<LinearImpl> {
   void reset() override;  // makes the parameters anew
 
   at::Tensor forward(const at::Tensor& x);
+
+  void save(torch::serialize::OutputArchive& archive) const override;
+  void load(torch::serialize::InputArchive& archive) override;
 
   at::Tensor weight, bias;
 

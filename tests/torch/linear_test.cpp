@@ -1,8 +1,11 @@
 // The C++ API: minifloat::linear and minifloat::nn::Linear against libtorch's own layers.
 #include <gtest/gtest.h>
+#include <minifloat/core/philox.h>
 #include <minifloat/torch.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/torch.h>
+
+#include <sstream>
 
 namespace minifloat {
 namespace {
@@ -53,6 +56,42 @@ TEST(TorchLinear, ModulesAreCloned) {
   clone->parameters()[0].zero_();
   EXPECT_TRUE(net->parameters()[0].any().item<bool>());
   EXPECT_EQ(clone->parameters().size(), 2U);
+}
+
+TEST(TorchLinear, LoadedModulesDrawTheNextBits) {
+  nn::LinearOptions options;
+  options.in_features = options.out_features = 64;
+  options.recipe = Recipe::parse("fprop=mxfp8+sr*mxfp8 dgrad=bf16*bf16 wgrad=bf16*bf16");
+  torch::nn::Sequential net(nn::Linear{options}), loaded(nn::Linear{options});
+  const at::Tensor x = at::randn({8, 64});
+  for (int i = 0; i < 3; ++i) net->forward(x);
+  std::stringstream file;
+  torch::save(net, file);
+  torch::load(loaded, file);
+  EXPECT_TRUE(torch::equal(loaded->forward(x), net->forward(x)));
+  torch::nn::Sequential plain(torch::nn::Linear(64, 64));
+  std::stringstream other;
+  torch::save(plain, other);
+  torch::load(loaded, other);
+  EXPECT_TRUE(torch::equal(loaded->parameters()[0], plain->parameters()[0]));
+}
+
+TEST(TorchLinear, RanksDrawOtherBits) {
+  nn::LinearOptions options;
+  options.in_features = options.out_features = 64;
+  options.recipe = Recipe::parse("fprop=mxfp8+sr*mxfp8 dgrad=bf16*bf16 wgrad=bf16*bf16");
+  options.seed = 5;
+  nn::Linear first(options);
+  options.data_parallel_rank = 1;
+  nn::Linear second(options);
+  second->weight = first->weight, second->bias = first->bias;
+  const at::Tensor x = at::randn({8, 64}), y = first->forward(x);
+  EXPECT_FALSE(torch::equal(second->forward(x), y));
+  LinearState state;
+  const auto seed = static_cast<std::int64_t>(mix_seed(5, 0));
+  const auto stream = static_cast<std::int64_t>(fnv1a64("linear", 6));
+  state.rng = at::tensor(std::vector<std::int64_t>{seed, 1, stream}, at::kLong);
+  EXPECT_TRUE(torch::equal(linear(x, first->weight, first->bias, options.recipe, state), y));
 }
 
 TEST(TorchLinear, StochasticModulesDrawFreshBitsInTrainingOnly) {

@@ -12,6 +12,8 @@
 namespace minifloat {
 namespace {
 
+constexpr const char* kForwards = "forwards";
+
 // Calls an op by the names of its arguments. Those not given have the schema's defaults.
 at::Tensor call(const char* name, const std::unordered_map<std::string, c10::IValue>& given) {
   const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
@@ -77,7 +79,7 @@ void LinearImpl::reset() {
 }
 
 LinearImpl::LinearImpl(std::int64_t in_features, std::int64_t out_features, const Recipe& recipe)
-    : LinearImpl(LinearOptions{in_features, out_features, recipe, true, "linear", 0}) {}
+    : LinearImpl(LinearOptions{in_features, out_features, recipe}) {}
 
 at::Tensor LinearImpl::forward(const at::Tensor& x) {
   LinearState state;
@@ -87,12 +89,26 @@ at::Tensor LinearImpl::forward(const at::Tensor& x) {
         static_cast<std::int64_t>(fnv1a64(options_.name.data(), options_.name.size()));
     // Filled on the device: a copy to a device would wait for the device.
     const at::Tensor rng = at::empty({3}, x.options().dtype(at::kLong));
-    const std::int64_t numbers[] = {options_.seed, forwards_, stream};
+    const auto seed = static_cast<std::int64_t>(
+        mix_seed(static_cast<std::uint64_t>(options_.seed),
+                 static_cast<std::uint64_t>(options_.data_parallel_rank)));
+    const std::int64_t numbers[] = {seed, forwards_, stream};
     for (int i = 0; i < 3; ++i) rng.select(0, i).fill_(numbers[i]);
     state.rng = rng;
   }
   return linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt, options_.recipe,
                 state);
+}
+
+void LinearImpl::save(torch::serialize::OutputArchive& archive) const {
+  torch::nn::Module::save(archive);
+  archive.write(kForwards, c10::IValue(forwards_));
+}
+
+void LinearImpl::load(torch::serialize::InputArchive& archive) {
+  torch::nn::Module::load(archive);
+  c10::IValue count;  // absent in archives of torch::nn::Linear
+  if (archive.try_read(kForwards, count)) forwards_ = count.toInt();
 }
 
 }  // namespace nn
