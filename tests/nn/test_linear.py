@@ -174,6 +174,22 @@ def test_empty_batch(recipe):
     assert not b.grad.any()
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", "nvfp4", "fp8_rowwise", "fp8_blockwise"])
+@pytest.mark.parametrize(
+    "view", [lambda w: w.T.contiguous().T, lambda w: w[:1].expand(32, 64), lambda w: w[:, ::2]]
+)
+def test_weights_without_adjacent_elements(view, recipe):
+    torch.manual_seed(0)
+    strided, x = view(torch.randn(32, 64)), torch.randn(4, 64)
+    results = []
+    for w in (strided, strided.contiguous()):
+        leaves = [x[:, : w.shape[1]].clone().requires_grad_(), w.detach().requires_grad_()]
+        y = mf.linear(*leaves, None, recipe, rng=RNG)
+        results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
+    for a, b in zip(*results):
+        assert torch.equal(a, b)
+
+
 def test_non_contiguous_inputs():
     x, w, b, g = data()
     y = mf.linear(x, w, b, "nvfp4", rng=RNG)

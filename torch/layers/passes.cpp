@@ -49,8 +49,9 @@ Tensor matrices_of(const Tensor& weight, bool is_experts) {
 
 Directions quantize_weight(const PreparedRecipe& recipe, const Tensor& w, const OperandUse& row,
                            const OperandUse& col, const CastContext& state) {
-  return w.dim() == 3 ? quantize_expert_weights(recipe, w, row, col, state)
-                      : quantize_both(recipe, w, row, col, state);
+  if (w.dim() == 3) return quantize_expert_weights(recipe, w, row, col, state);
+  const Tensor matrix = has_adjacent_columns(w) ? w : as_matrix("linear", "weight", w);
+  return quantize_both(recipe, matrix, row, col, state);
 }
 
 // Returns x (…, K) as (M, K), without a copy of values that are not read.
