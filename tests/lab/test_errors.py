@@ -110,6 +110,11 @@ def test_the_tensor_stays_and_needs_no_gradient():
     assert rows[-1].snr_db == pytest.approx(20 * math.log10(2), abs=1e-4)
 
 
+def test_zeros_have_the_amax_0():
+    (row,) = mf.lab.errors(torch.zeros(2, 32), "mxfp8").rows
+    assert math.copysign(1, row.amax) == 1
+
+
 def test_the_table_has_a_line_a_rule():
     found = mf.lab.errors(matrix(), [*SPECS, RULES["nvfp4"]])
     titles, _, *lines = found.table().splitlines()

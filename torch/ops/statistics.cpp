@@ -81,7 +81,7 @@ std::int64_t largest_byte(Elements elements) {
 Tensor amax_of(const Tensor& t) {
   if (t.numel() == 0) return at::zeros({t.size(0)}, t.options());
   const auto [least, most] = at::aminmax(t.flatten(1), 1);
-  return at::maximum(least.neg(), most);
+  return at::maximum(least.neg(), most).abs();  // of zeros +0
 }
 
 // Returns what values with this amax are divided by before they are squared, so that the squares of
