@@ -1,5 +1,8 @@
 """`minifloat --cmake-prefix`, of a package and of a source tree."""
 
+import subprocess
+import sys
+
 import pytest
 from minifloat import cli
 
@@ -28,3 +31,11 @@ def test_a_source_tree_has_no_prefix(package, capsys):
     assert captured.out == ""
     assert "expected an installed package" in captured.err
     assert "pip install ." in captured.err
+
+
+def test_a_pipe_that_nobody_reads_ends_quietly():
+    command = [sys.executable, "-m", "minifloat", "doctor", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 141

@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from minifloat._native import ops
 from minifloat.doctor import pays
 from minifloat.doctor.predict import Job
+from minifloat.serving.schemes import FORMATS
 
 # Of doctor --model: the default of --recipes, and the options that need it.
 RECIPES = ("fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2", "mxfp8", "nvfp4")
@@ -23,10 +25,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `minifloat ARGV`.
 
     Returns:
-        The exit code. 1: an expected failure, 2: wrong usage, 130: interrupted.
+        The exit code. 1: an expected failure, 2: wrong usage, 130: interrupted, 141: nobody reads
+        the output.
     """
     try:
-        return run_command(argv)
+        code = run_command(argv)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there
+        return 141
     except KeyboardInterrupt:
         print("minifloat: interrupted", file=sys.stderr)
         return 130
@@ -176,11 +184,12 @@ def add_export(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     text = "a preset, a recipe or a map of recipes, as mf.quantize_ takes it"
     parser.add_argument("--recipe", required=True, metavar="RECIPE", help=text)
     text = "compressed-tensors (default), or modelopt"
-    parser.add_argument("--format", default="compressed-tensors", metavar="FORMAT", help=text)
+    formats: dict[str, Any] = {"choices": FORMATS, "default": FORMATS[0]}
+    parser.add_argument("--format", metavar="FORMAT", help=text, **formats)
     text = "servers leave activations in high precision, which NVFP4 else needs batches for"
     parser.add_argument("--weight-only", action="store_true", help=text)
     text = "servers: q, k and v, and gate and up, have one scale of NVFP4 or of an FP8 tensor"
-    parser.add_argument("--share-amax", metavar="WHOSE", help=text)
+    parser.add_argument("--share-amax", choices=["servers"], metavar="WHOSE", help=text)
 
 
 def run_export(arguments: argparse.Namespace) -> int:
@@ -188,19 +197,18 @@ def run_export(arguments: argparse.Namespace) -> int:
     try:
         from minifloat.serving.folders import quantize_folder
 
-        print(
-            quantize_folder(
-                arguments.model,
-                arguments.out,
-                arguments.recipe,
-                arguments.format,
-                arguments.weight_only,
-                arguments.share_amax,
-            )
+        report = quantize_folder(
+            arguments.model,
+            arguments.out,
+            arguments.recipe,
+            arguments.format,
+            arguments.weight_only,
+            arguments.share_amax,
         )
     except (ImportError, OSError, ValueError) as error:
         print(f"minifloat export: error: {error}", file=sys.stderr)
         return 1
+    print(report)
     return 0
 
 

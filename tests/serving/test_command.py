@@ -9,6 +9,7 @@ import torch
 from minifloat import cli
 from minifloat.serving.schemes import INDEX
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.support.same_bits import require_all_same
 from tests.support.served_models import export, llama, read
@@ -105,6 +106,39 @@ def test_a_tokenizers_files_are_copied(tmp_path):
     assert cli.main(["export", plain, out, "--recipe", "mxfp8"]) == 0
     assert all((tmp_path / "out" / name).read_text() == name for name in names)
     assert not (tmp_path / "out/tokenizer").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["--recipe", "mxfp8", "--format", "gguf"], 2, "--format: invalid choice: 'gguf'"),
+        (["--recipe", "mxfp8", "--share-amax", "me"], 2, "--share-amax: invalid choice: 'me'"),
+        (["--recipe", "fp7"], 1, "fp7"),
+    ],
+)
+def test_arguments_are_checked_before_a_model_is_loaded(
+    arguments, code, message, tmp_path, capsys, monkeypatch
+):
+    llama().save_pretrained(tmp_path / "plain")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    command = ["export", str(tmp_path / "plain"), str(tmp_path / "out"), *arguments]
+    if code == 2:
+        with pytest.raises(SystemExit) as ended:
+            cli.main(command)
+        assert ended.value.code == 2
+    else:
+        assert cli.main(command) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_that_is_not_empty_is_refused_before_a_model_is_loaded(
+    tmp_path, capsys, monkeypatch
+):
+    llama().save_pretrained(tmp_path / "plain")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    folder = str(tmp_path / "plain")
+    assert cli.main(["export", folder, folder, "--recipe", "mxfp8"]) == 1
+    assert "MODEL: expected OUT as an absent or empty folder" in capsys.readouterr().err
 
 
 def test_errors_end_with_1(tmp_path, capsys):

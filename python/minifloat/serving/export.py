@@ -141,6 +141,10 @@ def export(
 # ---- checks on all ranks -------------------------------------------------------------------------
 
 
+def is_taken(folder: Path) -> bool:
+    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+
+
 def problems_of(
     found: Found, folder: Path, format: str, amaxes: Mapping[str, Tensor]
 ) -> dict[str, str]:
@@ -164,7 +168,7 @@ def problems_of(
     }
     if not found.weights and not found.problems:
         problems["model"] = "expected layers that mf.quantize_ converted, got none"
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    if is_taken(folder):
         problems["folder"] = f"expected an absent or empty one, got {folder}"
     return problems
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from ..nn.convert.filters import DEFAULT_KEEP, read_recipe
 from ..nn.convert.quantize import quantize_
 from ..nn.convert.selection import Report
-from .export import export
+from .export import export, is_taken
 from .read_checkpoint import MappedTensors, Source, open_folder, read_json
 from .schemes import INDEX
 
@@ -38,7 +39,8 @@ def quantize_folder(
         Which layers were converted.
 
     Raises:
-        ValueError: there is no such folder, or its weights are quantized or not those of its model.
+        ValueError: `out` is not empty, `recipe` is none, there is no folder `model`, or its weights
+            are quantized or not those of its model.
     """
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -49,6 +51,9 @@ def quantize_folder(
     if read_json(source, Path(model, "config.json"), "quantization_config"):
         raise source.error(f"expected plain weights, got quantized ones in {model}")
     require_one_file_each(source, Path(model))
+    read_recipe(recipe, DEFAULT_KEEP)
+    if is_taken(Path(out)):
+        raise source.error(f"expected OUT as an absent or empty folder, got {out}")
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         loaded, found = load(model, dtype="auto", output_loading_info=True)
