@@ -9,7 +9,8 @@ runs of one seed differ by the recipe, and by what another GPU or library change
         late      of hidden width 2816, and the first third of the steps is bf16's in every run:
                   those of one seed share it, so that they differ by less than runs of their own
                   would
-        experts   late, with 16 experts in place of each feed-forward but the first
+        experts   late, with 16 experts in place of each feed-forward but the first, and 24
+                  windows a step, as torchtitan's trial
         long      dense, 12,000 steps: the text 3.3 times, each time in another order
 
     step     loss in bf16 autocast, fp32 parameters -> clip -> AdamW -> mf.step
