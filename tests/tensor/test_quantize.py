@@ -2,6 +2,7 @@
 
 import itertools
 import pickle
+from dataclasses import replace
 
 import minifloat as mf
 import numpy as np
@@ -400,3 +401,11 @@ def test_quantized_pickles():
 def test_bad_input(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("read", [mf.tensor.dequantize, lambda q: mf.tensor.scaled_mm(q, q)])
+@pytest.mark.parametrize("shape", [(63, 64), (2, 32, 64), (65, 64), (1, 64, 64)])
+def test_a_shape_of_other_rows_than_the_codes_is_refused(shape, read):
+    q = mf.tensor.quantize(torch.ones(64, 64), "mxfp8")
+    with pytest.raises(ValueError, match=r"rows of shape .* got \(64, 64\)"):
+        read(replace(q, shape=shape))

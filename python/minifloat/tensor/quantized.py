@@ -257,11 +257,17 @@ def quantize_both(
 
 
 def require_quantized(name: str, q: object) -> Quantized:
-    """Returns `q`; TypeError where it is no Quantized, ValueError where it has no matrix shape."""
+    """Returns `q`; TypeError where it is no Quantized, ValueError where its shape has other rows.
+
+    The operators are told the number of columns alone, and check the bytes of a row by it.
+    """
     if not isinstance(q, Quantized):
         raise TypeError(f"{name}: expected Quantized, got {type(q).__name__}")
     if not isinstance(q.shape, tuple) or len(q.shape) < 2:
         raise ValueError(f"{name}: expected shape (…, rows, cols), got {q.shape!r}")
+    codes = tuple(require_tensor(f"{name}: codes", q.codes).shape)
+    if codes[:-1] != q.shape[:-1]:
+        raise ValueError(f"{name}: expected codes with the rows of shape {q.shape}, got {codes}")
     return q
 
 
