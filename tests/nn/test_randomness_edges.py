@@ -164,7 +164,7 @@ def test_parts_that_are_converted_one_by_one_draw_their_own_bits():
 
 def test_parts_with_the_same_bits_are_refused():
     model = parts([4, 5, 4])
-    with pytest.raises(ValueError, match=r"'2.mlp' and '0.mlp' .* one seed, 4, .* layer '0'"):
+    with pytest.raises(ValueError, match=r"'2.mlp.0' and '0.mlp.0' .* of '0' under seed 4;"):
         mf.step(model)
     model["2"].eval()
     mf.step(model)
@@ -175,8 +175,20 @@ def test_parts_with_the_same_bits_are_refused():
 def test_layers_with_the_same_bits_are_refused():
     layers = [mf.Linear(16, 16, recipe=RECIPE, name=name) for name in ("up", "down", "up")]
     mf.step(nn.Sequential(*layers[:2]))
-    with pytest.raises(ValueError, match="'2' and '0' were converted with one seed, 0"):
+    with pytest.raises(ValueError, match="'2' and '0' draw those of 'up' under seed 0"):
         mf.step(nn.Sequential(*layers))
+
+
+@pytest.mark.parametrize("converts_first", [False, True])
+def test_copies_of_converted_layers_are_refused(converts_first):
+    model = parts([4])
+    whole = nn.ModuleList([converted(model=block()) if converts_first else model])
+    mf.step(whole)
+    whole.append(copy.deepcopy(whole[0] if converts_first else model["0"]["mlp"][0]))
+    with pytest.raises(ValueError, match="after layers are copied"):
+        mf.step(whole)
+    whole[1].eval()
+    mf.step(whole)
 
 
 def unnamed(seed=0):

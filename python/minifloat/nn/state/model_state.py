@@ -368,29 +368,34 @@ def name_layers(layers: Iterable[tuple[str, RecipeState]]) -> None:
 
 
 def shared_streams(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
-    """Returns mf.step's error where two parts of a model draw the same random bits; else None.
+    """Returns mf.step's error where two layers of a model draw the same random bits; else None.
 
     modules: (name, module) of the model.
 
-    Parts that were converted one by one do so under equal seeds, where they have layers of equal
-    names. A part that is in evaluation, or frozen, is left out.
+    Layers that were converted part by part do so under equal seeds, where they have equal names,
+    and so do copies of a layer. A part that is in evaluation, or frozen, is left out.
     """
+    modules = list(modules)
+    hooks = [(fqn, module, find_hook(module)) for fqn, module in modules]
+    parts = [(fqn, module, hook.state) for fqn, module, hook in hooks if hook is not None]
+    of_hooks = {state for *_, state in parts}
+    for fqn, layer in modules:  # a copy of a part of a converted model has no hook of a root
+        if isinstance(layer, RecipeState) and layer.rng_state not in (None, *of_hooks):
+            parts.append((fqn, layer, cast(RngState, layer.rng_state)))
     owners: dict[tuple[int, int, int], tuple[str, RngState]] = {}
-    for fqn, root in modules:
-        hook = find_hook(root)
-        if hook is None or not root.training or not any(p.requires_grad for p in root.parameters()):
+    for fqn, part, state in parts:
+        if not part.training or not any(p.requires_grad for p in part.parameters()):
             continue
-        state = hook.state
-        for layer in root.modules():
+        for name, layer in part.named_modules():
             if not isinstance(layer, RecipeState) or layer.rng_state is not state:
                 continue
-            key = state.seed, state.rank, layer.stream_id
-            other, of_other = owners.setdefault(key, (fqn, state))
+            key, name = (state.seed, state.rank, layer.stream_id), join(fqn, name)
+            other, of_other = owners.setdefault(key, (name, state))
             if of_other is not state:
                 return (
                     "step: expected layers with random bits of their own, but "
-                    f"{clean_name(fqn)!r} and {clean_name(other)!r} were converted with one seed, "
-                    f"{state.seed}, and both have a layer {layer.fqn!r}; pass each its own seed, "
-                    "or name, or call mf.quantize_ once, on a module that holds both"
+                    f"{clean_name(name)!r} and {clean_name(other)!r} draw those of {layer.fqn!r} "
+                    f"under seed {state.seed}; pass each part its own seed, or name, or call "
+                    "mf.quantize_ once, on a module that holds both, after layers are copied"
                 )
     return None
