@@ -189,6 +189,24 @@ def test_parameters_from_a_vector():
     assert_same_bytes(model, other, "from a vector")
 
 
+def test_aliases_take_all_writes_of_one_op():
+    weight = mf.QuantizedTensor.from_tensor(torch.randn(64, 64), "mxfp8", "mxfp8")
+    values = weight.dequantize()
+    torch._foreach_mul_([weight, weight.detach()], 2.0)
+    assert torch.equal(weight.dequantize(), 4 * values)
+
+
+def test_a_truncated_normal_is_refused():
+    """Its five ops would be rounded one by one, and values of 1 become infinite."""
+    with mf.nn.quantized_model_init("mxfp8"):
+        layer = nn.Linear(64, 32)
+    with pytest.raises(ValueError, match="draw into a tensor"):
+        nn.init.trunc_normal_(layer.weight, std=0.02)
+    with torch.no_grad():
+        layer.weight.copy_(nn.init.trunc_normal_(torch.empty(layer.weight.shape), std=0.02))
+    assert 0.015 < layer.weight.dequantize().std() < 0.025
+
+
 def test_an_alias_keeps_its_memory():
     weight = build("mxfp8", primary=True)[0].weight
     alias, former = weight.detach(), weight.dequantize()

@@ -29,9 +29,10 @@ def run_on_values(func: Op, *args: object, **kwargs: object) -> object:
     def values_of(leaf: object) -> object:
         if not isinstance(leaf, QuantizedTensor):
             return leaf
-        if id(leaf) not in values:
-            values[id(leaf)] = leaf.dequantize()
-        return values[id(leaf)]
+        key = id(leaf.directions[0].codes)  # which aliases share
+        if key not in values:
+            values[key] = leaf.dequantize()
+        return values[key]
 
     result = func(*tree_map(values_of, args), **tree_map(values_of, kwargs))
     written: dict[int, QuantizedTensor] = {}
@@ -41,9 +42,10 @@ def run_on_values(func: Op, *args: object, **kwargs: object) -> object:
         is_written = argument.alias_info is not None and argument.alias_info.is_write
         for leaf in tree_leaves(given.get(argument.name)) if is_written else ():
             if isinstance(leaf, QuantizedTensor):
-                require_same_shape(func, leaf, values[id(leaf)])
-                leaf._write(values[id(leaf)])
-                written[id(values[id(leaf)])] = leaf
+                now = values[id(leaf.directions[0].codes)]
+                require_same_shape(func, leaf, now)
+                leaf._write(now)
+                written[id(now)] = leaf
     return tree_map(lambda leaf: written.get(id(leaf), leaf), result) if written else result
 
 
@@ -54,6 +56,16 @@ def require_same_shape(func: Op, before: QuantizedTensor, now: Tensor) -> None:
             f"QuantizedTensor: {func}: expected an op in place that keeps the shape "
             f"{tuple(before.shape)} of codes, got values {tuple(now.shape)}"
         )
+
+
+@handles(aten.erfinv_.default)
+def erfinv_(func: Op, x: QuantizedTensor) -> NoReturn:
+    """Refuses what nn.init.trunc_normal_ calls: it is infinite where values were rounded to ±1."""
+    raise ValueError(
+        "QuantizedTensor: erfinv_: expected values, got a weight of codes, which nn.init."
+        "trunc_normal_ would round after each of its five ops; draw into a tensor, and copy it: "
+        "weight.copy_(nn.init.trunc_normal_(torch.empty(weight.shape)))"
+    )
 
 
 @handles(ops.quantize.default)
