@@ -338,3 +338,27 @@ def test_autograd_receives_zeros_or_any_memory(received):
         torch.use_deterministic_algorithms(False)
     assert options["main_grad"].any()
     assert bool(w.grad.eq(0).all()) == (received == "zeros")
+
+
+@pytest.mark.parametrize("is_megatrons", [False, True])
+def test_main_grad_has_the_gradient_under_vmap(is_megatrons):
+    """Megatron's hook adds .grad to main_grad, unless the weight says that the op has done so."""
+    layer = nn.Linear(K, N, bias=False)
+    mf.quantize_(layer, "mxfp8", accumulate="main_grad")
+    weight, x = layer.weight, torch.randn(3, 4, K)
+    weight.main_grad = torch.zeros(N, K)
+    if is_megatrons:
+        weight.grad_added_to_main_grad = False
+
+        def add(*_):
+            if not weight.grad_added_to_main_grad:
+                weight.main_grad.add_(weight.grad)
+            weight.grad = None
+
+        weight.register_post_accumulate_grad_hook(add)
+    for sample in x:
+        layer(sample).sum().backward()
+    expected = weight.main_grad.clone()
+    weight.main_grad.zero_()
+    torch.func.vmap(layer)(x).sum().backward()
+    torch.testing.assert_close(weight.main_grad, expected)

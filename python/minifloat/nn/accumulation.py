@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ..private_torch import is_transformed
 from .state.recipe_state import RecipeState
 
 MAIN_GRAD, GRAD = "main_grad", "grad"
@@ -43,7 +44,8 @@ class Sums(TypedDict, total=False):
 def weight_sums(layer: RecipeState, weight: Tensor) -> Sums:
     """Returns where this forward's gradient of the weight is added.
 
-    Sets weight.grad_added_to_main_grad to True where the weight has it, except in compiled code.
+    Sets weight.grad_added_to_main_grad, where the weight has it, to whether the op adds the
+    gradient, except in compiled code.
 
     Args:
         layer: mf.Linear, with `accumulate`.
@@ -61,6 +63,10 @@ def weight_sums(layer: RecipeState, weight: Tensor) -> Sums:
             f"cut, got a DTensor in {layer.fqn}; convert such layers without accumulate"
         )
     if not torch.compiler.is_compiling():
+        if is_transformed():  # torch.func takes the gradient: the op adds none
+            if hasattr(weight, "grad_added_to_main_grad"):
+                weight.grad_added_to_main_grad = False
+            return {}
         hooks: Any = weight._backward_hooks
         if hooks is not None and not hooks:  # torch.load, or a removed hook, leaves an empty dict
             weight._backward_hooks = None
