@@ -100,6 +100,19 @@ def g_of_up(model, x):
     return torch.autograd.grad(model.down(torch.tanh(y)).square().mean(), y)[0]
 
 
+def test_layers_outside_autocast_are_measured_in_their_dtype():
+    def loss(model, x):
+        with torch.autocast("cpu", enabled=False):
+            return model(x).square().mean()
+
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(256, 64)
+    (expected,) = mf.inspect(model, x, ["nvfp4"], loss=loss).rows
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (found,) = mf.inspect(model, x, ["nvfp4"], loss=loss).rows
+    assert found == expected
+
+
 def test_the_first_order_predicts_the_loss():
     """One layer at a time is converted: the loss changes by the first order, where that is large.
 
@@ -332,7 +345,7 @@ def test_converted_layers_have_their_own_recipe():
     assert own["layers.1.attention.wq"] == "fp8_delayed"
     assert dict(found.skipped) == {
         "output": "not converted; name recipes to inspect it",
-        "layers.1.moe.router": "a router beside converted experts, which stays in high precision",
+        "layers.1.moe.router": "a router beside experts, which stays in high precision",
     }
     every = mf.inspect(model, ids(), ["mxfp8"], loss=loss_of)
     assert {row.recipe for row in every.rows} == {"mxfp8"}

@@ -179,8 +179,16 @@ class Numbers:
         self.elements = 0
 
     def measure(self, products: Sequence[ProductMatrices]) -> None:
-        """Measures products of one shape, each under the same recipes."""
+        """Measures products of one shape, each under the same recipes, in their dtype."""
         gradients = [p.g for p in products]
+        with torch.autocast(gradients[0].device.type, enabled=False):  # the caller may be in one
+            self.vectors += self.compute(products, gradients)
+        self.keys += [(p.layer.name, r.text) for r in products[0].layer.recipes for p in products]
+
+    def compute(
+        self, products: Sequence[ProductMatrices], gradients: Sequence[Tensor]
+    ) -> Iterable[Tensor]:
+        """Yields a matrix a recipe: the vectors of all products under it."""
         exact = (
             [F.linear(p.x, p.weight) for p in products],
             [p.g @ p.weight for p in products],
@@ -194,8 +202,7 @@ class Numbers:
             found = [statistics(products, name, recipe, histories, rng) for name in operand_names()]
             found.append(ops.result_error(results[0], exact[0], gradients))
             found += [ops.result_error(results[i], exact[i]) for i in (1, 2)]
-            self.keys += [(p.layer.name, recipe.text) for p in products]
-            self.vectors.append(torch.cat(found, 1))
+            yield torch.cat(found, 1)
 
 
 def spec_of(name: str, recipe: Recipe) -> str:
