@@ -116,6 +116,22 @@ def test_gates_beside_experts_are_left_out_by_name_and_shape():
     assert not mf.quantize_(alone, "mxfp8").skipped
 
 
+def linears(container):
+    layers = [nn.Linear(D, D) for _ in range(E)]
+    return container(layers) if container is nn.ModuleList else container(zip("abcdefgh", layers))
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.ModuleDict])
+@pytest.mark.parametrize("name", ["experts", "mlp_experts"])
+def test_gates_beside_lists_of_experts_are_left_out(name, container):
+    block = nn.ModuleDict({"gate": nn.Linear(D, E, bias=False), name: linears(container)})
+    report = mf.quantize_(model_of(block), "mxfp8")
+    assert dict(report.skipped) == {"0.gate": ROUTER_REASON}
+    assert len(report.converted) == E
+    blocks = nn.ModuleDict({"gate": nn.Linear(D, E, bias=False), "blocks": linears(container)})
+    assert not mf.quantize_(model_of(blocks), "mxfp8").skipped
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_delayed"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_conversion_keeps_the_model_and_restore_undoes_it(name, recipe):

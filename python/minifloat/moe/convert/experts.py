@@ -62,7 +62,7 @@ READERS = (Experts, ProjectionExperts)
 # Parts of names by which models call their router, whose weight is (E, D), and Qwen2-MoE's gate of
 # the shared expert, whose weight is (1, D).
 ROUTERS = ("router", "gate", "gating", "wg", "shared_expert_gate")
-ROUTER_REASON = "a router beside converted experts, which stays in high precision"
+ROUTER_REASON = "a router beside experts, which stays in high precision"
 
 Form = type[Experts] | type[Converted]
 
@@ -223,8 +223,12 @@ def select(model: nn.Module, filters: Filters, experts: object, primary: bool) -
 
 
 def find_routers(model: nn.Module, selection: Selection) -> None:
-    """Lists the routers beside chosen experts: weights (E, D) of modules so named."""
+    """Lists the routers beside chosen experts, or a list of experts: weights (E, D), by name."""
     rows: dict[str, set[int]] = {}  # of a router's weight, by the name of the experts' parent
+    for name, module in model.named_modules():
+        parent, _, own = clean_name(name).rpartition(".")
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)) and "expert" in own:
+            rows.setdefault(parent, {1}).add(len(module))
     for choice in selection.chosen:
         if not choice.fqn:
             continue
