@@ -266,3 +266,18 @@ def test_buffers_that_no_file_has_need_values(tmp_path):
     with pytest.raises(ValueError, match="table is missing"):
         mf.load_quantized_(model, tmp_path)
     assert load_file(tmp_path / "model.safetensors").keys() == tensors().keys()
+
+
+def test_parameters_with_names_of_scales_are_read(tmp_path):
+    def model() -> nn.Module:
+        model = nn.Sequential(nn.Linear(64, 64))
+        for name in ("q_scale", "output_scale", "factor", "factor_scale"):
+            model.register_parameter(name, nn.Parameter(torch.randn(4)))
+        return model
+
+    written, read = model(), model()
+    mf.quantize_(written, "mxfp8", keep="nothing")
+    mf.export(written, tmp_path)
+    assert not mf.load_quantized_(read, tmp_path).notes
+    for name in ("q_scale", "output_scale", "factor", "factor_scale"):
+        assert torch.equal(read.get_parameter(name), written.get_parameter(name))

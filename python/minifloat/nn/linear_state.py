@@ -153,6 +153,10 @@ class LinearState(RecipeState):
             self.__dict__.pop("__setattr__", None)
             take_gradients(self)
         if name == "weight":
+            local = getattr(value, "_local_tensor", value)
+            if self.has_loaded_codes and not isinstance(local, QuantizedTensor):
+                # FSDP2 keeps their values. Nothing rounds codes of a checkpoint again.
+                self.has_loaded_codes, self.recipe = False, self.recipe.with_values
             self.follow(value)
 
     def _forget(self) -> None:

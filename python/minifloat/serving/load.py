@@ -9,17 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import chain
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ..checks import require_module
+from ..moe.layer import divided_experts
 from ..nn.convert.filters import require_globs
 from ..nn.convert.quantize import quantize_, restore_
 from ..nn.convert.selection import Report
 from ..nn.grouped_product import product_of
 from ..nn.names import unwrapped
+from ..nn.registry import is_distributed
 from ..nn.state.recipe_state import RecipeState, converted
 from ..recipe import FORWARD_W, Product, Recipe, RecipeMap
 from ..spec import Spec
@@ -65,7 +68,8 @@ def load_quantized_(
 
     The recipe says how x and gradients are cast. In its place for W each layer has the codes of the
     checkpoint, which nothing rounds again: fprop reads them, dgrad their transpose where that has
-    the same codes, else their values (docs/lora.md).
+    the same codes, else their values (docs/lora.md). fully_shard after it keeps the codes' values,
+    which products then read.
 
     Args:
         model: a plain one, in float32 or bfloat16, whose parameters may be on meta.
@@ -82,8 +86,8 @@ def load_quantized_(
         TypeError: `model` is no module.
         ValueError: `device` has no memory, the folder is no quantized checkpoint of a known kind,
             or is damaged, a tensor is missing, unknown, of another shape, unlike one that the model
-            ties to it, or of a format that codes here do not have, or a layer with codes cannot be
-            converted. The model is unchanged then.
+            ties to it, or of a format that codes here do not have, a layer with codes cannot be
+            converted, or the model is sharded. It is unchanged then.
         OSError: a file cannot be read.
 
     Example:
@@ -97,8 +101,15 @@ def load_quantized_(
     source = open_folder(FUNCTION, folder)
     if found := [fqn for fqn, _ in converted(model)]:
         raise source.error(f"expected a plain model, got {found[0]} converted")
+    divided = divided_experts(model.modules())
+    found = [fqn for fqn, weight in model.named_parameters() if is_distributed(weight)]
+    if found := found + [fqn for fqn, module in model.named_modules() if module in divided]:
+        raise source.error(
+            f"expected whole weights, got {found[0]} in shards; load before sharding"
+        )
     require_method(source)
-    names = read_names(source)
+    own = {fqn for fqn, _ in chain(model.named_parameters(), model.named_buffers())}
+    names = read_names(source, own)
     targets, left_out = plan(model, source, names)
     codes = {fqn: t for fqn, t in targets.items() if t.pieces[0].source in names.weights}
     specs, tied = choose_specs(source, names, codes)
@@ -302,7 +313,8 @@ def convert(
     Raises:
         ValueError: one of them cannot be converted. The model is unchanged then.
     """
-    report = quantize_(model, recipes, keep="nothing", seed=seed)
+    # FSDP2 keeps and gathers the values of codes, which nothing rounds again.
+    report = quantize_(model, recipes, keep="nothing", seed=seed, gather="compute_dtype")
     rows = {name for name, _ in report.converted}
     wanted = {fqn if t.tensor.dim() == 3 else fqn.rpartition(".")[0] for fqn, t in codes.items()}
     if rows != wanted:
@@ -312,7 +324,7 @@ def convert(
         what += [f"{row}: no codes" for row in sorted(rows - wanted)]  # one of two of experts
         raise source.error_of_list("expected layers that read the codes", what)
     skipped = [(n, IN_HIGH_PRECISION if why == NO_GLOB else why) for n, why in report.skipped]
-    return replace(report, skipped=skipped)
+    return replace(report, skipped=skipped, gather={})
 
 
 # ---- tensors -------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ A) under +4over6. `nvfp4_amax` finds the A whose values are the checkpoint's, bu
 
 from __future__ import annotations
 
+from collections.abc import Container
 from functools import lru_cache
 from math import inf, prod
 from typing import NamedTuple
@@ -82,8 +83,12 @@ class Names(NamedTuple):
         return [n for n in (weight.codes, weight.scale, weight.factor) if n is not None]
 
 
-def read_names(source: Source) -> Names:
+def read_names(source: Source, own: Container[str]) -> Names:
     """Finds the quantized weights of a checkpoint.
+
+    Args:
+        source: the checkpoint.
+        own: names of the model's parameters and buffers, which are scales of no other tensor.
 
     Raises:
         ValueError: a weight has codes or scales of no known layout.
@@ -91,7 +96,7 @@ def read_names(source: Source) -> Names:
     names = sorted(source.tensors)
     weights: dict[str, Stored] = {}
     taken: set[str] = set()
-    for scale in names:
+    for scale in (name for name in names if name not in own):
         for end in SCALES:
             parameter = scale.removesuffix(end)
             codes = next((parameter + c for c in CODES if parameter + c in source.tensors), None)
@@ -106,7 +111,8 @@ def read_names(source: Source) -> Names:
                 weights[parameter] = stored(source, codes, scale, factor)
                 taken |= {codes, scale, factor or codes}
     left = [name for name in names if name not in taken]
-    ignored = [name for name in left if f".{name}".endswith(ACTIVATIONS + CACHES)]
+    ends = ACTIVATIONS + CACHES
+    ignored = [name for name in left if f".{name}".endswith(ends) and name not in own]
     return Names(weights, [name for name in left if name not in ignored], ignored)
 
 
