@@ -1,4 +1,4 @@
-"""The tables of research/measured that have a file in research/results."""
+"""The tables of docs/speed.md, docs/lora.md and research/measured that research/results has."""
 
 from __future__ import annotations
 
