@@ -1,7 +1,7 @@
 """What a step's time and bytes are computed from: models, machines, layouts, rates, bits.
 
     blocks_of                 a model -> what its blocks have, and do for a token
-    rates_of                  a recipe and a machine -> operations a second, from research/measured/
+    rates_of                  a recipe and a machine -> operations a second, as measured
     gathered_bits, row_bytes  a recipe -> what is sent, from the library
 
 _scale_model.py computes steps from them.
@@ -24,6 +24,7 @@ from minifloat.moe.ranks.operand_cast import X, operand_spec
 from minifloat.spec import Spec
 
 MEASURED = timing.ROOT / "research" / "measured"
+FOR_USERS = "../../docs/speed.md"  # for users, from MEASURED
 FLASH = 2.5  # attention's backward over its forward: five products for two
 
 
@@ -138,7 +139,10 @@ class Rates:
 
 
 def read_rows(page: str, first: str) -> list[list[str]]:
-    """Reads the cells of the first table of a page of research/measured/ whose header begins so."""
+    """Reads the cells of the first table of a page whose header begins so.
+
+    page: its path from research/measured/.
+    """
     text = (MEASURED / page).read_text(encoding="utf-8")
     _, found, rest = text.partition(f"\n| {first}")
     if not found:
@@ -154,15 +158,15 @@ def number(cell: str, place: int = 0) -> float:
 
 @cache
 def measured_rates() -> dict[str, Rates]:
-    """Reads the H200's rates: those of a step, research/measured/step.md, and of a mixture's layer.
+    """Reads the H200's rates: those of a step, on two pages, and of a mixture's layer.
 
-    The step is four blocks of Llama3-8B, 16384 tokens. The profile's parts are scaled until they
-    fill the median step without a profiler. Of several rows of a recipe the first counts. The layer
-    is that of 8 experts of 7168 x 2048, research/measured/experts.md; a recipe that it lacks has
-    fp8_rowwise's.
+    The step is four blocks of Llama3-8B, 16384 tokens, docs/speed.md. The profile's parts,
+    research/measured/step.md, are scaled until they fill the median step without a profiler. Of
+    several rows of a recipe the first counts. The layer is that of 8 experts of 7168 x 2048,
+    research/measured/experts.md; a recipe that it lacks has fp8_rowwise's.
     """
     steps: dict[str, float] = {}
-    for cells in read_rows("step.md", "recipe | options | step"):
+    for cells in read_rows(FOR_USERS, "recipe | options | step"):
         name = cells[0].replace(" (exact products)", "")
         steps.setdefault(name, number(cells[2]))
         steps.setdefault("bf16", number(cells[3]))
@@ -190,7 +194,7 @@ def measured_rates() -> dict[str, Rates]:
 def rates_of(recipe: str, machine: Machine) -> Rates:
     """Returns a recipe's rates on a machine: the H200's, or as much of Blackwell's peaks.
 
-    recipe: a preset, a peer of research/measured/step.md, or "*.experts: preset" with bf16 else.
+    recipe: a preset, a peer of a step in docs/speed.md, or "*.experts: preset" with bf16 else.
 
     Raises:
         ValueError: no step was measured under the recipe.

@@ -1,7 +1,7 @@
 """Steps that were measured, here and by others, beside what _scale_model.py computes of them.
 
-Values of this project are read from research/measured/; those of others stand here with their
-source.
+Values of this project are read from research/measured/ and docs/speed.md; those of others stand
+here with their source.
 FITTED marks the rows that a parameter of the model was fitted on. All others are predicted.
 """
 
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from _scale_inputs import (
+    FOR_USERS,
     MACHINES,
     MODELS,
     Layout,
@@ -99,7 +100,7 @@ RECIPES = ["bf16", AO_TENSOR, "fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_p
 
 
 def measured_here() -> Iterator[Check]:
-    """Yields the rows of research/measured/.
+    """Yields the rows of research/measured/ and docs/speed.md.
 
     Times of blocks under FSDP2 are the device's, without the waits for the host, where the page has
     them; of a cell with two runs the first counts.
@@ -109,7 +110,9 @@ def measured_here() -> Iterator[Check]:
     yield from of_fsdp("one rank of four", ALONE, 4, 2048, "recipe | 2048: step", 3)
     two_h200, two_h100 = replace(H200, nvlink=255.0), replace(H100, nvlink=257.0)
     yield from of_fsdp("two H200s", two_h200, 2, 2048, "recipe | host", 2, "bf16")
-    yield from of_fsdp("four H200s, host too", H200, 4, 8192, "recipe | 2048: ms", 3, "bf16")
+    yield from of_fsdp(
+        "four H200s, host too", H200, 4, 8192, "recipe | 2048: ms", 3, "bf16", FOR_USERS
+    )
     yield from of_fsdp("two H100s", two_h100, 2, 2048, "recipe | 2048: host", 2)
     yield from of_fsdp("two H100s", two_h100, 2, 8192, "recipe | 2048: host", 5)
     yield from of_experts(two_h200)
@@ -128,7 +131,7 @@ def of_one_step() -> Iterator[Check]:
     layout = Layout(1, 16_384, parameter=2)
     case = Case("four blocks, 16384 tokens, one H200", replace(EIGHT, layers=4), H200, layout)
     times: dict[str, float] = {}
-    for name, _, ms, of_bf16, *_ in read_rows("step.md", "recipe | options | step"):
+    for name, _, ms, of_bf16, *_ in read_rows(FOR_USERS, "recipe | options | step"):
         times.setdefault("bf16", number(of_bf16))
         times.setdefault(name, number(ms))
     for name in RECIPES:
@@ -136,12 +139,19 @@ def of_one_step() -> Iterator[Check]:
 
 
 def of_fsdp(
-    system: str, machine: Machine, ranks: int, seq: int, header: str, column: int, fitted: str = ""
+    system: str,
+    machine: Machine,
+    ranks: int,
+    seq: int,
+    header: str,
+    column: int,
+    fitted: str = "",
+    page: str = "distributed.md",
 ) -> Iterator[Check]:
-    """Yields the rows of a table of research/measured/distributed.md."""
+    """Yields the rows of a table of one of the pages of steps under FSDP2."""
     layout = Layout(ranks, seq, seq, gradient=4.0)
     case = Case(f"eight blocks, {seq} tokens, {system}", EIGHT, machine, layout)
-    for name, *cells in read_rows("distributed.md", header):
+    for name, *cells in read_rows(page, header):
         recipe = name.replace("torchao, ", "torchao ").split(",")[0]
         if recipe in RECIPES:
             yield case.ms(recipe, number(cells[column]), FITTED if recipe == fitted else "")
