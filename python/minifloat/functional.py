@@ -36,7 +36,7 @@ def linear(
             minifloat.distributed.tensor_parallel describes.
         bias: (N), float32 or bfloat16.
         recipe: the formats of the three products.
-        rng: int64 (seed, forward count, module stream), required by stochastic rounding. Backward
+        rng: int64 (seed, forward count[, module stream]), required by stochastic rounding. Backward
             reads the tensor too, so it must not be written to before.
         amax_history: float32 (6, 1 + length), required by delayed scaling, a row an operand.
             Column 0 is the active amax. The current amax is written to column 1, in place.
@@ -147,8 +147,8 @@ def scaled_grouped_mm(
         recipe: the formats of the three products. x and g take no spec with 2D blocks.
         out_dtype: of y, bfloat16 or float32.
         bias: (E, N).
-        rng: int64 (2) or (3), on A's device: seed, count[, stream] of stochastic rounding. Backward
-            reads this tensor again.
+        rng: int64 (seed, forward count[, module stream]), on A's device, required by stochastic
+            rounding. Backward reads the tensor too, so it must not be written to before.
         row_ids: int32 (M), rows of the random counter of x and g rowwise; None: 0, 1, ….
         first_expert: the number of B's first matrix among the experts of all ranks.
         amax_history: float32 (6, E, 1 + length), of delayed scaling: column 0 is the active amax,

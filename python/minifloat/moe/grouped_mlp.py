@@ -94,8 +94,8 @@ def grouped_mlp(
         limit: bound of gate and up, with up + 1, as in gpt-oss; None: silu(gate) * up.
         alpha: factor within the sigmoid where there is a limit.
         interleaved: whether gate and up alternate along w13's 2I.
-        rng: int64 (seed, forward count), required by stochastic rounding. Backward reads the tensor
-            too, so it must not be written to before.
+        rng: int64 (seed, forward count[, module stream]), required by stochastic rounding. Backward
+            reads the tensor too, so it must not be written to before.
         amax_history: float32 (6, E, 1 + length) for each of the two or three products, required by
             delayed scaling.
         token_ids: (T) distinct integers: the tokens' numbers among all ranks, by which each

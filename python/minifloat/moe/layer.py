@@ -218,7 +218,7 @@ class MoE(nn.Module):
         device: of the parameters.
         dtype: of the experts' parameters, float32 or bfloat16; None: torch's default dtype. The
             router's are float32.
-        routing: the options of the router, which moe.router.Router describes: score, route_norm,
+        routing: the options of the router, which docs/moe.md describes: score, route_norm,
             route_scale, expert_groups, groups_chosen, balance, balance_speed, balance_loss.
 
     Raises:

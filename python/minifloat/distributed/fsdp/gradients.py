@@ -138,8 +138,9 @@ def quantize_gradients_(model: nn.Module, spec: str = "e4m3/1x128+sr", *, seed: 
 
     Args:
         model: with modules that torch.distributed.fsdp.fully_shard has sharded.
-        spec: "e4m3/1x128", "mxfp8", "mxfp8/e5m2" or "mxfp4", to nearest or `+sr`; "bf16": values in
-            bfloat16, with the same sums in float32.
+        spec: "e4m3/1x128", "mxfp8", "mxfp8/e5m2", "mxfp4" or "e1m2/1x32", with `+exact` or `+floor`
+            or without, to nearest or `+sr`; "bf16": values in bfloat16, with the same sums in
+            float32.
         seed: of `+sr`, equal on all ranks. Ranks, modules and steps draw other bits.
             mf.training_state has seed and count as "gradients.rng".
 
