@@ -234,7 +234,7 @@ def require_state(
         if recipe.is_stochastic:
             raise ValueError(f"grouped_mlp: recipe {recipe} needs rng, got None")
     elif not (isinstance(rng, Tensor) and rng.dtype == torch.int64 and rng.shape in ((2,), (3,))):
-        raise ValueError(f"grouped_mlp: expected rng as int64 (2), got {shown(rng)}")
+        raise ValueError(f"grouped_mlp: expected rng as int64 (2) or (3), got {shown(rng)}")
 
 
 def require_dropped(x: Tensor, dropped: Any) -> None:

@@ -119,9 +119,9 @@ def test_processing_is_refused_where_it_is_needed_and_may_be_repeated():
 
 
 def test_transformed_and_wrong_layouts_are_refused():
-    for spec in ("nvfp4+rht", "nvfp4+rht64"):  # which fills up 48 columns
+    for spec in ("nvfp4+rht", "nvfp4+rht64", "nvfp4/row"):  # 64 points fill up 48 columns
         weight = mf.QuantizedTensor.from_tensor(torch.zeros(32, 48), spec)
-        with pytest.raises(ValueError, match="weight 0: expected a spec without a transform, got"):
+        with pytest.raises(ValueError, match="weight 0: expected a spec of weights, without"):
             mf.distributed.quantize_master_weights([weight], [torch.zeros(1536)], [0], None)
     weight = empty_weight((32, 48), ("nvfp4/16x16", None))
     with pytest.raises(ValueError, match="rise from 0 to 1536"):

@@ -312,13 +312,15 @@ def _native_casts(plans: list[WeightPlan], labels: list[str]) -> Any:
 
     Raises:
         ValueError: a direction is transformed: its codes depend on more than their own elements.
+            Or its blocks have scales of rows, which no weight has.
     """
     parts = [(i, part) for i, plan in enumerate(plans) for part in plan.parts]
     for i, part in parts:
-        if Spec.parse(part.spec).transform:
+        spec = Spec.parse(part.spec)
+        if spec.transform or (spec.has_blocks and spec.amax_of == "row"):
             raise ValueError(
-                f"quantize_master_weights: weight {labels[i]}: expected a spec without a "
-                f"transform, got {part.spec}"
+                f"quantize_master_weights: weight {labels[i]}: expected a spec of weights, "
+                f"without a transform, got {part.spec}"
             )
     return torch.classes.minifloat.MasterCasts(
         [native for plan in plans for native in plan.casts],
