@@ -15,10 +15,17 @@ from tests.support.same_bits import require_same_results
 
 ops = torch.ops.minifloat
 PRESETS = ops.preset_names()
+MIXED = [
+    "fprop=mxfp8*mxfp8+sr dgrad=mxfp8*mxfp8+sr wgrad=mxfp8+sr+rht*nvfp4+rht",
+    "fprop=e4m3/tensor+delayed*e4m3/tensor dgrad=mxfp8*mxfp8 "
+    "wgrad=mxfp8+rht*e4m3/tensor+delayed+rht",
+    "fprop=bf16*bf16 dgrad=mxfp8*mxfp8 wgrad=mxfp8*mxfp8",
+    "fprop=mxfp8*mxfp8 dgrad=bf16*bf16 wgrad=mxfp8*mxfp8",
+]
 K, HIDDEN, N = 96, 160, 64
 
 
-@pytest.mark.parametrize("recipe", PRESETS)
+@pytest.mark.parametrize("recipe", [*PRESETS, *MIXED])
 def test_bytes_equal_the_composition(recipe: str) -> None:
     case = Case(recipe)
     expected = case.results(case.composed)
@@ -33,23 +40,6 @@ def test_activations_and_biases(activation: str, is_gated: bool, has_bias: bool)
     for recipe, dtype in (("mxfp8", torch.bfloat16), ("nvfp4", torch.float32)):
         case = Case(recipe, is_gated, has_bias, dtype, (37,), activation)
         require_same_results(case.results(case.fused), case.results(case.composed))
-
-
-@pytest.mark.parametrize(
-    "recipe",
-    [
-        "fprop=mxfp8*mxfp8+sr dgrad=mxfp8*mxfp8+sr wgrad=mxfp8+sr+rht*nvfp4+rht",
-        "fprop=e4m3/tensor+delayed*e4m3/tensor dgrad=mxfp8*mxfp8 "
-        "wgrad=mxfp8+rht*e4m3/tensor+delayed+rht",
-        "fprop=bf16*bf16 dgrad=mxfp8*mxfp8 wgrad=mxfp8*mxfp8",
-        "fprop=mxfp8*mxfp8 dgrad=bf16*bf16 wgrad=mxfp8*mxfp8",
-    ],
-)
-def test_mixed_recipes(recipe: str) -> None:
-    case = Case(recipe)
-    expected = case.results(case.composed)
-    require_same_results(case.results(case.fused), expected)
-    require_same_results(case.results(lambda: case.fused(recompute="weight")), expected)
 
 
 @pytest.mark.parametrize("missing", ["x", "inputs", "down", "all but x", "all but down"])
