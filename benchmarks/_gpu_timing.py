@@ -162,23 +162,6 @@ def peak_bytes(step: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def saved_bytes(forward: Callable[[], Tensor], left_out: Iterable[Tensor] = ()) -> int:
-    """Counts the bytes that a forward saves for its backward, without some tensors' memory."""
-    owned = {t.untyped_storage().data_ptr() for t in left_out}
-    storages: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in owned:
-            storages[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = forward()
-    del y
-    return sum(storages.values())
-
-
 def bar_of(bars: Sequence[float], shapes: Sequence[Any], shape: Any) -> float | None:
     """Returns the bar at a shape of the table; None where there is none."""
     at = shapes.index(shape) if shape in shapes else len(bars)

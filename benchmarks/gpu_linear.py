@@ -31,6 +31,8 @@ from _linear_floor import floor_ms
 from _peers import linear_layers
 from torch import Tensor, nn
 
+from tests.support.saved_bytes import saved_bytes
+
 SHAPES = [(4096, 4096), (4096, 14336), (8192, 8192), (14336, 4096)]  # K, N; the last has no bar
 TOKENS = 16384
 COPY_BYTES = 256 << 20  # of the floor's copy
@@ -135,7 +137,7 @@ def step_times(
 def saved_of_x(layer: Layer) -> float:
     """Returns saved bytes an element of x, as the difference that half of the rows make."""
     half = layer.x.detach()[: len(layer.x) // 2].clone().requires_grad_()
-    whole, rest = (timing.saved_bytes(lambda x=x: layer.model(x)) for x in (layer.x, half))
+    whole, rest = (saved_bytes(lambda x=x: layer.model(x)) for x in (layer.x, half))
     return (whole - rest) / (layer.x.numel() - half.numel())
 
 

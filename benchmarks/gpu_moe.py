@@ -25,6 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.saved_bytes import saved_bytes
+
 TOKENS = 16384
 Shape = tuple[int, int, int, int]  # D, I, E, k
 SHAPES: list[Shape] = [(7168, 2048, 8, 2), (2048, 768, 128, 8)]
@@ -95,7 +97,7 @@ def step_of(module: nn.Module, x: Tensor, g: Tensor) -> Callable[[], None]:
     return step
 
 
-def saved_bytes(module: Any, x: Tensor) -> int:
+def kept_bytes(module: Any, x: Tensor) -> int:
     """Returns the bytes that the experts' forward keeps, x included and parameters left out."""
     indices, weights = module.router(x)
 
@@ -105,7 +107,7 @@ def saved_bytes(module: Any, x: Tensor) -> int:
             return module.compute(x, e.w13, e.w2, indices, weights)
         return module.experts(x, indices, weights)
 
-    return timing.saved_bytes(forward, module.parameters())
+    return saved_bytes(forward, module.parameters())
 
 
 def peak_gib(step: Callable[[], None]) -> float:
@@ -130,7 +132,7 @@ def measure(
             0,
             1,
             None,
-            saved_bytes(reference, x) / routed,
+            kept_bytes(reference, x) / routed,
             most,
             peak_gib(base),
         )
@@ -141,7 +143,7 @@ def measure(
         times = timing.medians_in_turns({"": base, recipe: step}, device, rounds, 3)
         ms, base_ms = times[recipe], times[""]
         rows[0].ms = base_ms
-        kept = saved_bytes(module, x) / routed
+        kept = kept_bytes(module, x) / routed
         bar = timing.bar_of(BARS.get(recipe, ()), SHAPES, shape)
         rows.append(Row(recipe, shape, ms, base_ms / ms, bar, kept, most, peak_gib(step)))
         del module, step

@@ -7,11 +7,12 @@ from typing import Any
 import minifloat as mf
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.mlp_cases import Case
 from tests.support.same_bits import require_same_results
+from tests.support.saved_bytes import saved_bytes
 
 ops = torch.ops.minifloat
 PRESETS = ops.preset_names()
@@ -90,23 +91,6 @@ def test_compiled_by_inductor(recipe: str) -> None:
     case = Case(recipe, has_bias=True)
     expected = case.results(case.composed)
     require_same_results(case.results(torch.compile(case.fused)), expected)
-
-
-def saved_bytes(run: Any, leaves: list[Tensor]) -> int:
-    """Bytes that a graph saves besides its leaves."""
-    known = {t.untyped_storage().data_ptr() for t in leaves}
-    saved: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in known:
-            saved[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = run()
-    assert y.requires_grad
-    return sum(saved.values())
 
 
 def test_saves_no_h_and_no_codes_of_weights_that_it_recomputes() -> None:

@@ -14,7 +14,7 @@ def storage_of(t: Tensor) -> torch.UntypedStorage:
     return getattr(t, "_local_tensor", t).untyped_storage()
 
 
-def saved_bytes(run: Callable[[], Tensor], known: Iterable[Tensor]) -> int:
+def saved_bytes(run: Callable[[], Tensor], known: Iterable[Tensor] = ()) -> int:
     """Counts the bytes of the storages that `run` saves, except those of `known` tensors."""
     known_storages = {storage_of(t).data_ptr() for t in known}
     saved: dict[int, int] = {}
