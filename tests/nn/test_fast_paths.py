@@ -9,30 +9,19 @@ import minifloat as mf
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.collectives import Begun
 
 TOKENS = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0))
 PADDING = torch.tensor([[False] * 4 + [True] * 2, [False] * 6])
 
 
-class Ops(TorchDispatchMode):
-    """The names of all ops that run."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(func._schema.name)
-        return func(*args, **(kwargs or {}))
-
-
 def ops_of(model, *args, **kwargs):
     """Counts the fused layers and the converted layers that one evaluation runs."""
-    with torch.no_grad(), Ops() as ops:
+    with torch.no_grad(), Begun() as ops:
         model(*args, **kwargs)
-    fused = ops.names.count("aten::_transformer_encoder_layer_fwd")
-    return fused, ops.names.count("minifloat::scaled_mm")
+    fused = ops.names.count("_transformer_encoder_layer_fwd")
+    return fused, ops.names.count("scaled_mm")
 
 
 def encoder(**arguments):

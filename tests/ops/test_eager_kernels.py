@@ -3,24 +3,11 @@
 import minifloat as mf
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.collectives import Begun
 from tests.support.saved_bytes import saved_bytes
 
 RECIPES = ["fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8", "nvfp4", "mxfp4"]
-
-
-class Seen(TorchDispatchMode):
-    """A mode that records the names of minifloat's ops."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "minifloat":
-            self.names.append(func._opname)
-        return func(*args, **(kwargs or {}))
 
 
 def layer_and_input(recipe):
@@ -54,7 +41,7 @@ def test_a_mode_sees_the_ops_and_changes_no_byte(recipe):
     want = results(recipe, None, None)
     cast = "quantize_delayed" if recipe == "fp8_delayed" else "quantize"
     for has_forward, has_backward in ((True, True), (True, False), (False, True)):
-        forward, backward = Seen(), Seen()
+        forward, backward = Begun(), Begun()
         got = results(recipe, forward if has_forward else None, backward if has_backward else None)
         for a, b in zip(got, want, strict=True):
             assert torch.equal(a, b)

@@ -1,4 +1,4 @@
-"""What ranks send within a statement, and when."""
+"""What ranks send within a statement, and the ops that are called."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,7 +18,7 @@ class Sent(TorchDispatchMode):
 
 
 class Begun(TorchDispatchMode):
-    """A record of the order in which ops are called, those of the given names.
+    """A record of the order in which ops are called, those of the given names or all.
 
     Collectives begin by an op of theirs, and end by `wait_tensor`.
     """
@@ -29,6 +29,6 @@ class Begun(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func._schema.name.rpartition("::")[2]
-        if name in self.wanted:
+        if not self.wanted or name in self.wanted:
             self.names.append(name)
         return func(*args, **(kwargs or {}))

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from tests.nn.test_accumulation import Ops
+from tests.support.collectives import Begun
 from tests.support.sharded_models import Model, batch, sharded
 from tests.support.worlds import run_world
 
@@ -83,9 +83,9 @@ def check_added_in_place(rank):
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     model = sharded(built("fp8_rowwise", "grad"), mp_policy=policy)
     model.set_requires_gradient_sync(False)
-    with Ops() as counted:
+    with Begun("add_scaled_mm") as begun:
         run(model, BF16)
-    assert counted.added == (MICRO_BATCHES - 1) * len(linear_layers(model))
+    assert len(begun.names) == (MICRO_BATCHES - 1) * len(linear_layers(model))
     found = [
         p._unsharded_param.grad
         for block in model.blocks
