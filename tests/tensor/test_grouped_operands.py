@@ -226,10 +226,18 @@ def test_a_grouped_operand_pickles_with_its_groups():
     assert same_bytes(mf.tensor.dequantize(twin)[written], mf.tensor.dequantize(q)[written])
 
 
-@pytest.mark.parametrize("groups", ["m", "k"])
-def test_swizzled_scales_may_end_before_the_last(groups):
+@pytest.mark.parametrize(
+    ("groups", "ends"),
+    [
+        ("m", [0, 130, 130, 300]),
+        ("k", [3, 3, 16, 22]),
+        ("m", [0, 130, 130, 200]),
+        ("k", [3, 3, 16, 18]),
+    ],
+)
+def test_grouped_swizzle_and_back(groups, ends):
+    """The groups may end before the last row or column of scales."""
     scale = torch.randint(0, 256, (300, 22), dtype=torch.uint8)
-    ends = [0, 130, 130, 200] if groups == "m" else [3, 3, 16, 18]
     offs = int32(ends)
     tiled = mf.tensor.swizzle_scales(scale, offs=offs, groups=groups)
     start, at = 0, 0
@@ -240,4 +248,5 @@ def test_swizzled_scales_may_end_before_the_last(groups):
         start, at = end, at + len(want)
     back = mf.tensor.unswizzle_scales(tiled, 300, 22, offs=offs, groups=groups)
     inside = (slice(0, ends[-1]),) if groups == "m" else (slice(None), slice(0, ends[-1]))
+    assert back.shape == scale.shape
     assert torch.equal(back[inside], scale[inside])

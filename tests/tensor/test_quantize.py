@@ -324,22 +324,6 @@ def test_swizzle_and_back(rows, cols, dtype):
     )
 
 
-@pytest.mark.parametrize("groups", ["m", "k"])
-def test_grouped_swizzle_and_back(groups):
-    scale = torch.randint(0, 256, (300, 22), dtype=torch.uint8)
-    ends = [0, 130, 130, 300] if groups == "m" else [3, 3, 16, 22]
-    offs = torch.tensor(ends, dtype=torch.int32)
-    tiled = mf.tensor.swizzle_scales(scale, offs=offs, groups=groups)
-    start, at = 0, 0
-    for end in ends:
-        part = scale[start:end] if groups == "m" else scale[:, start:end]
-        want = swizzled(part.numpy()) if end > start else np.zeros(0, np.uint8)
-        assert (tiled.flatten()[at : at + len(want)].numpy() == want).all()
-        start, at = end, at + len(want)
-    back = mf.tensor.unswizzle_scales(tiled, 300, 22, offs=offs, groups=groups)
-    assert torch.equal(back, scale)
-
-
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (3, 5), (16, 17), (64, 130)])
 def test_transpose_codes(rows, cols):
     codes = torch.randint(0, 16, (rows, cols), dtype=torch.uint8).numpy()
