@@ -127,11 +127,9 @@ def build(
     return layers
 
 
-def step_times(
-    layers: list[Layer], device: torch.device, rounds: int, steps: int = 4
-) -> dict[str, float]:
+def step_times(layers: list[Layer], device: torch.device, rounds: int) -> dict[str, float]:
     """Returns the median step of each layer. The layers run alternately."""
-    return timing.medians_in_turns({y.name: y.step for y in layers}, device, rounds, steps)
+    return timing.medians_in_turns({y.name: y.step for y in layers}, device, rounds, 4)
 
 
 def saved_of_x(layer: Layer) -> float:

@@ -34,7 +34,6 @@ OPTIMIZERS = {
         [{"params": p[:2]}, {"params": p[2:], "lr": 1e-3, "weight_decay": 0.1}], fused=True
     ),
 }
-DEFERRED = ("fused adamw", "fused sgd", "groups")  # of which nothing waits
 
 
 def listed(optimizer):

@@ -11,7 +11,6 @@ from minifloat._native import ops
 from torch import Tensor
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
-MATRICES = ("gate", "up", "h")
 PARTS = ("codes", "scale", "amax", "decoded")
 OUTPUTS = [f"{part}_{side}" for side in ("row", "col") for part in PARTS]
 FORMS = ("decoded_row", "decoded_col", "fp8_row", "fp8_col")

@@ -28,8 +28,8 @@ SENT = ["e4m3/1x128", "mxfp8", "mxfp8/e5m2", "mxfp4"]  # specs of messages
 WORLDS = ((1, 0), (2, 0), (2, 1))
 
 
-def shard_cast(spec: Any, columnwise: Any, rows: Any, cols: Any, rounds: Any) -> Any:
-    return torch.classes.minifloat.ShardCast(spec, columnwise, rows, cols, rounds)
+def shard_cast(spec: Any, columnwise: Any, rows: Any, cols: Any) -> Any:
+    return torch.classes.minifloat.ShardCast(spec, columnwise, rows, cols, True)
 
 
 @call("ShardCast.fits")
@@ -38,7 +38,7 @@ def shard_cast(spec: Any, columnwise: Any, rows: Any, cols: Any, rounds: Any) ->
 @call("ShardCast.new_operand")
 def _shard_cast(rng: Random, arena: Arena) -> Call:
     def run(spec: Any, columnwise: Any, rows: Any, cols: Any, world: Any, like: Any) -> None:
-        cast = shard_cast(spec, columnwise, rows, cols, True)
+        cast = shard_cast(spec, columnwise, rows, cols)
         cast.fits(world)
         cast.chunk_bytes(world)
         cast.has_common_scale()
@@ -69,8 +69,8 @@ class Weights:
 
     def batch(self, plans: Any, rows: Any, cols: Any, world: Any, rank: Any) -> Any:
         return torch.classes.minifloat.GatherBatch(
-            [shard_cast(row, False, rows, cols, True) for _, row, _ in plans],
-            [shard_cast(col, True, rows, cols, True) for _, _, col in plans],
+            [shard_cast(row, False, rows, cols) for _, row, _ in plans],
+            [shard_cast(col, True, rows, cols) for _, _, col in plans],
             [mode for mode, _, _ in plans],
             world,
             rank,
@@ -114,7 +114,7 @@ def _target(rng: Random, arena: Arena, weights: Weights, plan: Any) -> list[torc
     _, row, col = plan
     found: list[torch.Tensor] = []
     for spec, columnwise in ((row, False), (col, True)):
-        cast = shard_cast(spec, columnwise, weights.rows, weights.cols, True)
+        cast = shard_cast(spec, columnwise, weights.rows, weights.cols)
         found += [arena.place(torch.zeros_like(t)) for t in cast.new_operand(torch.empty(0))]
     return found
 

@@ -35,10 +35,10 @@ WRITTEN = {
 }
 
 
-def random_program(seed, actions, length=14):
+def random_program(seed, actions):
     """Draws a sequence of actions, two training forwards among the first."""
     draw = random.Random(seed)
-    return ["train", *(draw.choice(actions) for _ in range(length)), "train", "newest", "step"]
+    return ["train", *(draw.choice(actions) for _ in range(14)), "train", "newest", "step"]
 
 
 # ---- Models --------------------------------------------------------------------------------------

@@ -197,7 +197,7 @@ class Numbers:
         for recipe in products[0].layer.recipes:
             draws = recipe.is_stochastic
             rng = torch.zeros(2, dtype=torch.int64, device=gradients[0].device) if draws else None
-            histories = [history_of(p, recipe) for p in products] if recipe.is_delayed else None
+            histories = [history_of(p) for p in products] if recipe.is_delayed else None
             results = results_of(products, recipe, histories, rng)
             found = [statistics(products, name, recipe, histories, rng) for name in operand_names()]
             found.append(ops.result_error(results[0], exact[0], gradients))
@@ -241,7 +241,7 @@ def statistic_names() -> tuple[str, ...]:
     return tuple(ops.statistic_names())
 
 
-def history_of(product: ProductMatrices, recipe: Recipe) -> Tensor:
+def history_of(product: ProductMatrices) -> Tensor:
     """Returns the amax history that delayed scaling reads: the layer's, else of the matrices.
 
     A layer has none of operands that its own recipe does not scale so.

@@ -135,7 +135,7 @@ def grouped_mlp(
         require_int("first_expert", first_expert, 0)
         require_no_tangents("grouped_mlp", (x, *inputs, w2, weights, *biases, b2))
         parsed = Recipe(recipe)
-        require_state(x, parsed, rng, histories)
+        require_state(parsed, rng, histories)
         if ranks is None:
             require_absent(dispatch, capacity, dropped)
         else:
@@ -224,9 +224,7 @@ def require_absent(dispatch: str, capacity: int | str | None, dropped: object) -
         )
 
 
-def require_state(
-    x: Tensor, recipe: Recipe, rng: object, histories: tuple[Tensor | None, ...]
-) -> None:
+def require_state(recipe: Recipe, rng: object, histories: tuple[Tensor | None, ...]) -> None:
     """Checks the random state and the histories that a recipe reads, before any rank sends."""
     if recipe.is_delayed and any(history is None for history in histories):
         raise ValueError(f"grouped_mlp: recipe {recipe} needs amax_history, got None")

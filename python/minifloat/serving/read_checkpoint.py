@@ -35,10 +35,10 @@ class Source(NamedTuple):
     def error(self, text: str) -> ValueError:
         return ValueError(f"{self.function}: {text}")
 
-    def error_of_list(self, expected: str, problems: list[str], most: int = 8) -> ValueError:
-        """Returns an error with the first problems."""
-        more = f" and {len(problems) - most} more" if len(problems) > most else ""
-        return self.error(f"{expected} in {self.where}, got: {'; '.join(problems[:most])}{more}")
+    def error_of_list(self, expected: str, problems: list[str]) -> ValueError:
+        """Returns an error with the first 8 problems."""
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        return self.error(f"{expected} in {self.where}, got: {'; '.join(problems[:8])}{more}")
 
 
 class MappedTensors(Mapping[str, Tensor]):
