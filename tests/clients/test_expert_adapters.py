@@ -3,7 +3,6 @@
 import minifloat as mf
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import (
     DeepseekV3Config,
@@ -14,6 +13,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from tests.support.adapters import adapted
 from tests.support.experts import relative_error
 from tests.support.foreign_experts import Batched, D, E
 
@@ -39,13 +39,6 @@ MODELS = {
 }
 PARAMETERS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 IDS = torch.arange(24).view(2, 12) * 7 % 64
-
-
-def adapted(model: nn.Module, parameters: list[str]) -> nn.Module:
-    torch.manual_seed(7)
-    config = LoraConfig(r=4, target_modules=[], target_parameters=parameters)
-    config.init_lora_weights = False
-    return get_peft_model(model, config)
 
 
 def run(model: nn.Module) -> list[torch.Tensor]:

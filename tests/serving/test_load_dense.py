@@ -8,13 +8,13 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat.recipe import FORWARD_W
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.support import quantized_checkpoints as checkpoints
+from tests.support.adapters import adapted, train
 from tests.support.worlds import run_world
 
 PRESETS = ("NVFP4A16", "NVFP4", "MXFP4A16", "MXFP8A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK")
@@ -210,30 +210,11 @@ def loaded_and_plain(kind, folder, recipe="bf16"):
 IDS = torch.arange(48).view(2, 24) * 7 % 64
 
 
-def train(model) -> list[torch.Tensor]:
-    """Trains adapters for two steps; returns losses and all gradients."""
-    torch.manual_seed(3)
-    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
-    model = get_peft_model(model, adapter)
-    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-    assert sum("lora_" in name for name in trained) == len(trained) == 28
-    optimizer = torch.optim.SGD(trained.values(), lr=0.1)
-    seen = []
-    for _ in range(2):
-        loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        seen += [loss.detach(), *(p.grad.clone() for p in trained.values())]
-        optimizer.step()
-        optimizer.zero_grad()
-        mf.step(model)
-    return seen
-
-
 @pytest.mark.parametrize("kind", ["MXFP4A16", "MXFP8A16"])
 def test_adapters_train_as_over_the_values(kind, tmp_path):
     """Codes times powers of two are bfloat16 values, so both models multiply the same ones."""
     loaded, plain = loaded_and_plain(kind, tmp_path)
-    found, expected = train(loaded), train(plain)
+    found, expected = (train(adapted(m), IDS, 28) for m in (loaded, plain))
     assert all(map(torch.equal, found, expected))
     assert found[0] != found[len(found) // 2]
 
@@ -280,5 +261,5 @@ def test_a_quantized_recipe_reads_the_codes_as_they_are(kind, recipe, wanted, tm
     fprop = layer.recipe.fprop
     operand = x if fprop.a == "bf16" else mf.tensor.quantize(x, fprop.a)
     assert torch.equal(layer(x), mf.tensor.scaled_mm(operand, layer.weight.rowwise))
-    assert all(t.isfinite().all() for t in train(loaded))
+    assert all(t.isfinite().all() for t in train(adapted(loaded), IDS, 28))
     assert torch.equal(before, layer.weight.rowwise.codes)

@@ -6,7 +6,6 @@ from functools import partial
 import minifloat as mf
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
@@ -20,6 +19,7 @@ from transformers import (
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.support import quantized_checkpoints as checkpoints
+from tests.support.adapters import adapted, train
 from tests.support.same_bits import require_same
 
 SMALL = {
@@ -139,29 +139,6 @@ def test_blocks_and_scales_of_gpt_oss(tmp_path):
     require_alike(loaded, plain, 2**-7)
 
 
-def adapted(model: nn.Module) -> nn.Module:
-    torch.manual_seed(7)
-    config = LoraConfig(r=4, target_modules=[], target_parameters=PARAMETERS)
-    config.init_lora_weights = False
-    return get_peft_model(model, config)
-
-
-def train(model: nn.Module) -> list[torch.Tensor]:
-    """Trains adapters for two steps; returns losses and all gradients."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    assert len(trained) == 4
-    optimizer = torch.optim.SGD(trained, lr=0.1)
-    seen = []
-    for _ in range(2):
-        loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        seen += [loss.detach(), *(p.grad.clone() for p in trained)]
-        optimizer.step()
-        optimizer.zero_grad()
-        mf.step(model)
-    return seen
-
-
 @pytest.mark.parametrize("recipe", ["bf16", "nvfp4"])
 def test_adapters_of_3d_parameters_train_on_the_values(recipe, tmp_path):
     """With adapters, experts multiply the sum of values and adapter in bfloat16: a cast of that
@@ -175,7 +152,7 @@ def test_adapters_of_3d_parameters_train_on_the_values(recipe, tmp_path):
             getattr(m.model.layers[0].mlp.experts, name) for m in (loaded, plain)
         )
         of_plain.recipe = of_loaded.recipe.with_values
-    found, expected = train(adapted(loaded)), train(adapted(plain))
+    found, expected = (train(adapted(m, PARAMETERS), IDS, 4) for m in (loaded, plain))
     assert all(map(torch.equal, found, expected))
     assert found[0] != found[5]
 

@@ -1,5 +1,7 @@
 """The specs that tests of one operand run over: every format, scale rule and block."""
 
+import re
+
 import torch
 from minifloat._native import ops
 
@@ -74,6 +76,12 @@ OF_FORWARD_RECIPES = [
     "fprop=e1m2/1x16+rht64*nvfp4+rht64 dgrad=bf16*fprop.w wgrad=bf16*fprop.x",
     "fprop=nvfp4+pow2*nvfp4+pow2 dgrad=nvfp4+sr*fprop.w wgrad=bf16*fprop.x",
 ]
+
+
+def written(row: str, col: str) -> str:
+    """Returns a recipe whose weight is read in these formats."""
+    x, g = ("+".join(["nvfp4", *re.findall(r"rht\d*", spec)]) for spec in (row, col))
+    return f"fprop={x}*{row} dgrad={g}*{col} wgrad=nvfp4*nvfp4"
 
 
 def has_bf16_values(spec: str) -> bool:

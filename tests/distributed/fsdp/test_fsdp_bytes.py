@@ -12,13 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.support.pairs import pairs
 from tests.support.same_bits import require_same_parts, same_bytes
+from tests.support.specs import written
 from tests.support.worlds import run_world
-
-
-def written(row, col):
-    """Returns a recipe whose weight is read in these formats."""
-    x, g = ("+".join(["nvfp4", *re.findall(r"rht\d*", spec)]) for spec in (row, col))
-    return f"fprop={x}*{row} dgrad={g}*{col} wgrad=nvfp4*nvfp4"
 
 
 def one(spec):

@@ -1,7 +1,5 @@
 """FSDP2 with weights of experts gathered as codes: bytes, training, memory, expert parallelism."""
 
-import re
-
 import minifloat as mf
 import pytest
 import torch
@@ -17,16 +15,10 @@ from torch.utils.checkpoint import checkpoint
 from tests.support import foreign_experts
 from tests.support.same_bits import same_bytes
 from tests.support.sharded_models import assert_equal, whole
+from tests.support.specs import written
 from tests.support.worlds import device_of, run_world
 
 DIM, HIDDEN = 48, 40  # an expert's matrices end inside blocks
-
-
-def written(row, col):
-    """Returns a recipe whose weight is read in these formats."""
-    x, g = ("+".join(["nvfp4", *re.findall(r"rht\d*", spec)]) for spec in (row, col))
-    return f"fprop={x}*{row} dgrad={g}*{col} wgrad=nvfp4*nvfp4"
-
 
 PRESETS = [
     "fp8_rowwise", "fp8_tensorwise", "fp8_delayed", "fp8_blockwise", "mxfp8", "mxfp4", "nvfp4",
