@@ -30,35 +30,16 @@ import _ranks as ranks
 import minifloat as mf
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.support.collectives import rows_sent
 from tests.support.graphs import captured
 
 LAYERS = "7168x2048x8x2,2048x768x128x8"
 SIZES = "dim", "hidden", "experts", "top_k"
 RECIPES = "bf16,fp8_rowwise,fp8_tensorwise,fp8_blockwise,mxfp8,mxfp4,nvfp4,nvfp4_pow2"
 TINY = {"dim": 64, "hidden": 64, "experts": 8, "top_k": 2}  # for --device cpu
-
-
-class RowBytes:
-    """The bytes of a row in each call of torch's collective."""
-
-    def __enter__(self) -> RowBytes:
-        self.found: list[int] = []
-        self.real = dist.all_to_all_single
-
-        def counted(out: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
-            if given.dtype == torch.uint8:
-                self.found.append(given.shape[1])
-            return self.real(out, given, *args, **kwargs)
-
-        dist.all_to_all_single = counted
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        dist.all_to_all_single = self.real
 
 
 def built(layer: dict[str, int], recipe: str, mesh: DeviceMesh, **options: Any) -> mf.MoE:
@@ -96,7 +77,7 @@ def measure(moe: mf.MoE, tokens: int, repeats: int, graph: bool) -> dict[str, An
         moe(x).backward(g)
         mf.step(moe)  # weights are quantized anew
 
-    with RowBytes() as rows:
+    with rows_sent() as rows:
         step()
     run = step
     if graph:
@@ -110,7 +91,7 @@ def measure(moe: mf.MoE, tokens: int, repeats: int, graph: bool) -> dict[str, An
         wait()
         if i > repeats // 4:
             times.append(1e3 * (time.perf_counter() - begin))
-    x_row, _, g_row, _ = rows.found
+    (_, x_row), _, (_, g_row), _ = rows
     found = {"ms": ranks.slowest(statistics.median(times), device), "x": x_row, "g": g_row}
     return {**found, "dropped": moe.experts.parallel.step_dropped}
 

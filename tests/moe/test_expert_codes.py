@@ -10,6 +10,7 @@ from minifloat.moe.feed_forward import order_rows
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.moe.test_expert_parallel import FEW, LAYERS, RECIPES, Gathering
+from tests.support.collectives import rows_sent
 from tests.support.expert_ranks import (
     Product,
     Products,
@@ -232,9 +233,9 @@ def check_bias_alone(rank: int, dispatch: str) -> None:
     moe.experts.b2.requires_grad_()
     y = moe(draw(rank, 6))
     history = moe.experts.w2_product.amax_history.clone()
-    with Sent() as sent:
+    with rows_sent() as sent:
         y.sum().backward()
-    assert sent.rows == []
+    assert sent == []
     assert torch.equal(moe.experts.w2_product.amax_history, history)
     assert moe.experts.b2.grad.any()
 
@@ -308,25 +309,6 @@ def test_a_callers_dispatcher_sends_codes_too():
 # ---- bytes ---------------------------------------------------------------------------------------
 
 
-class Sent:
-    """The bytes that this rank gives to torch's collective, rows and width of each call."""
-
-    def __enter__(self) -> "Sent":
-        self.rows: list[tuple[int, int]] = []
-        self.real = dist.all_to_all_single
-
-        def counted(out, given, *args, **kwargs):
-            if given.dtype == torch.uint8:
-                self.rows.append(tuple(given.shape))
-            return self.real(out, given, *args, **kwargs)
-
-        dist.all_to_all_single = counted
-        return self
-
-    def __exit__(self, *_) -> None:
-        dist.all_to_all_single = self.real
-
-
 BYTES = {"fp8_rowwise": 0.53, "fp8_tensorwise": 0.53, "fp8_blockwise": 0.53, "mxfp8": 0.53}
 BYTES |= {"mxfp4": 0.30, "nvfp4": 0.30, "nvfp4_pow2": 0.30}
 
@@ -338,9 +320,9 @@ def check_bytes(rank: int) -> None:
         moe = built(recipe, dim=width, hidden=32, fused_w13=True)
         mf.expert_parallel(moe, dist.group.WORLD, dispatch="codes")
         x = draw(rank, tokens, width).requires_grad_()
-        with Sent() as sent:
+        with rows_sent() as sent:
             moe(x).sum().backward()
-        (rows, of_x), (_, of_y), (rows_of_g, of_g), (_, of_dx) = sent.rows
+        (rows, of_x), (_, of_y), (rows_of_g, of_g), (_, of_dx) = sent
         assert rows == rows_of_g == tokens * K
         assert of_x <= share * 2 * width + 16, (recipe, of_x)
         assert of_g <= share * 2 * width + 16, (recipe, of_g)
@@ -421,10 +403,10 @@ def check_report(rank: int) -> None:
 
 
 def require_sent_values(moe: mf.MoE, rank: int, recipe: str, x_is: bool, g_is: bool) -> None:
-    with Sent() as sent:
+    with rows_sent() as sent:
         moe(draw(rank, 6).requires_grad_()).sum().backward()
-    for (_, size), is_values in ((sent.rows[0], x_is), (sent.rows[2], g_is)):
-        assert (size >= 2 * D) == is_values, (recipe, sent.rows)
+    for (_, size), is_values in ((sent[0], x_is), (sent[2], g_is)):
+        assert (size >= 2 * D) == is_values, (recipe, sent)
 
 
 def test_the_report_says_what_travels_as_values():

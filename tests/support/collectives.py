@@ -1,6 +1,10 @@
 """What ranks send within a statement, and the ops that are called."""
 
+from contextlib import contextmanager
+from unittest.mock import patch
+
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -32,3 +36,17 @@ class Begun(TorchDispatchMode):
         if not self.wanted or name in self.wanted:
             self.names.append(name)
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def rows_sent():
+    """Yields a list of the rows, and the bytes of one, that a rank gives to each all-to-all."""
+    sent, real = [], dist.all_to_all_single
+
+    def counted(out, given, *args, **kwargs):
+        if given.dtype == torch.uint8:
+            sent.append(tuple(given.shape))
+        return real(out, given, *args, **kwargs)
+
+    with patch.object(dist, "all_to_all_single", counted):
+        yield sent

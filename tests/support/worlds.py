@@ -27,6 +27,14 @@ import torch.distributed as dist
 SECONDS = 120
 THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))  # of each process
 KILLED = "the process died without a word"
+# Texts of errors about a lost peer.
+LOST = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "Timed out",
+    "have not arrived",
+)
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
@@ -65,6 +73,17 @@ def last_words(world_size, fn, *args, seconds, kind="cpu"):
     with _started(world_size, fn, args, kind, seconds, keeps_errors=True) as ends:
         ends_by_rank = dict(ends)
     return [ends_by_rank[rank] for rank in range(world_size)]
+
+
+def require_lost(world_size, lose_a_rank, *args, seconds, word):
+    """Requires that rank 1 is killed, and others raise in time, with the word in tracebacks."""
+    begin = time.monotonic()
+    words = last_words(world_size, lose_a_rank, *args, seconds=seconds)
+    assert time.monotonic() - begin < 4 * seconds
+    assert words.pop(1) == KILLED
+    for last in words:
+        assert word in last, last
+        assert any(lost in last for lost in LOST), last
 
 
 class Group(NamedTuple):
