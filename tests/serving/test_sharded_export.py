@@ -22,30 +22,45 @@ from tests.support.worlds import run_world
 
 RANKS = 2
 SHARED = "fsdp of shared amaxes"
+EXPERTS = {  # what expert_parallel divides -> the recipe
+    "experts": "*: mxfp8; *.experts: nvfp4",
+    "experts in bf16": "*: mxfp8; *.experts: bf16",
+}
+PLACES = ("a mesh", "a group", "a group and fsdp")
 
 
 def mixture():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), mf.MoE(64, 32, experts=4, top_k=2, fused_w13=True))
+    moe = mf.MoE(64, 32, experts=4, top_k=2, fused_w13=True, bias=True)
+    return nn.Sequential(nn.Linear(64, 64), moe)
 
 
 def whole(kind):
     """Returns the model of a kind, converted, on one rank."""
-    model = mixture() if kind.startswith("experts") else llama()
+    experts = kind.partition(" over ")[0]
+    model = mixture() if experts in EXPERTS else llama()
     model = qwen3_moe() if kind == "fsdp of experts" else model
     recipes = {"tensor parallel": "fp8_rowwise", "fsdp": "nvfp4", SHARED: "nvfp4_served"}
-    share_amax = "servers" if kind == SHARED else None
-    mf.quantize_(model, recipes.get(kind, "*: mxfp8; *.experts: nvfp4"), share_amax=share_amax)
+    recipe = (EXPERTS | recipes).get(experts, EXPERTS["experts"])
+    mf.quantize_(model, recipe, share_amax="servers" if kind == SHARED else None)
     return model
+
+
+def sharded_experts(kind):
+    """Returns the same model with experts that expert_parallel divides."""
+    place = kind.partition(" over ")[2]
+    mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("experts", "data"))
+    experts = mesh["experts"]
+    model = whole(kind)
+    mf.expert_parallel(model, experts if place == "a mesh" else experts.get_group())
+    return fully_shard(model, mesh=mesh["data"]) if place == "a group and fsdp" else model
 
 
 def sharded(kind):
     """Returns the same model with parameters that ranks share."""
+    if " over " in kind:
+        return sharded_experts(kind)
     mesh = init_device_mesh("cpu", (RANKS,))
-    if kind == "experts over a mesh":
-        return mf.expert_parallel(whole(kind), mesh)
-    if kind == "experts over a group":
-        return mf.expert_parallel(whole(kind), dist.group.WORLD)
     model = whole(kind)
     if kind == "tensor parallel":
         plan = {f"model.layers.0.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
@@ -61,8 +76,7 @@ KINDS = (
     SHARED,
     "fsdp of experts",
     "tensor parallel",
-    "experts over a mesh",
-    "experts over a group",
+    *(f"{experts} over {place}" for experts in EXPERTS for place in PLACES),
 )
 
 

@@ -34,7 +34,7 @@ from ..spec import Spec
 from ..tensor.quantized import Quantized
 from .codes import input_tensors, tensors_of
 from .configuration import write_configuration, write_json
-from .ranks import is_writer, of_all_ranks
+from .ranks import is_writer, of_all_ranks, whole_of, without_values
 from .scales import (
     groups_of_other_formats,
     groups_of_other_scales,
@@ -43,15 +43,7 @@ from .scales import (
     underflows_of,
 )
 from .schemes import COMPRESSED_TENSORS, FORMATS, INDEX, MODELOPT
-from .weights import (
-    Found,
-    Names,
-    Weight,
-    find,
-    names_of,
-    whole_of,
-    without_values,
-)
+from .weights import Found, Names, Weight, find, names_of
 
 PATTERN = "model{suffix}.safetensors"
 DTYPES = (None, torch.float32, torch.bfloat16)
@@ -201,7 +193,7 @@ def gather(writer: Writer) -> None:
         whole = weight.whole()
         writer.attempt(partial(writer.take_weight, weight, whole))
     for name, tensor in writer.found.others.items():
-        whole = whole_of(tensor)
+        whole = whole_of(tensor, writer.found.divided.get(name))
         writer.attempt(partial(writer.take_other, name, whole))
 
 
@@ -241,7 +233,8 @@ class Writer:
         for weight in self.found.weights:
             tensors |= self.layers(weight, weight.codes_without_values())
         for name, tensor in self.found.others.items():
-            tensors |= self.convert({name: without_values(tensor)})
+            empty = without_values(tensor, self.found.divided.get(name))
+            tensors |= self.convert({name: empty})
         self.split = split_state_dict_into_shards_factory(
             tensors,
             get_storage_size=lambda tensor: tensor.numel() * tensor.itemsize,

@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..moe.convert.converted import NamedExperts
@@ -29,11 +28,12 @@ from ..nn.linear import Linear
 from ..nn.names import clean_name, join
 from ..nn.registry import is_distributed
 from ..nn.shared_amax import AmaxGroup
-from ..nn.state.recipe_state import RecipeState
+from ..nn.state.recipe_state import ExpertRange, RecipeState
 from ..recipe import operand_names
 from ..spec import Spec
 from ..tensor.quantized import Quantized, quantize
 from ..tensor.quantized_tensor import QuantizedTensor
+from .ranks import whole_of, whole_shape, without_values
 from .schemes import Scheme, Storage, storage_of
 
 Names = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # own names -> a checkpoint's
@@ -97,7 +97,7 @@ class Weight:
 
     def whole(self) -> Tensor:
         """Gathers the parameter; all ranks call it together."""
-        return whole_of(self.parameter, self.state)
+        return whole_of(self.parameter, self.state.expert_range)
 
     def cast(self, whole: Tensor, dtype: torch.dtype | None, amax: Tensor | None) -> Quantized:
         """Returns the codes that a forward reads.
@@ -128,19 +128,6 @@ class Weight:
         if isinstance(local, QuantizedTensor):
             local = local.direction(self.spec.text, False).scale.float()
         return bool(torch.isfinite(local).all())
-
-
-def whole_of(tensor: Tensor, state: RecipeState | None = None) -> Tensor:
-    """Gathers a parameter from the ranks that have parts of it; they all call it together."""
-    tensor = tensor.detach()
-    if is_distributed(tensor):
-        return tensor.full_tensor()
-    experts = None if state is None else state.expert_range
-    if experts is None or experts.count == experts.experts:
-        return tensor
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(experts.group))]
-    dist.all_gather(parts, tensor.contiguous(), group=experts.group)
-    return torch.cat(parts)
 
 
 # ---- names ---------------------------------------------------------------------------------------
@@ -231,12 +218,14 @@ class Found:
         ignored: the layers among the rest that a server could take for quantized ones; those of
             experts have {} for their number.
         problems: name of a converted layer -> why it cannot be written.
+        divided: name of a tensor of experts that ranks divide -> the range that this rank has.
     """
 
     weights: list[Weight]
     others: dict[str, Tensor]
     ignored: list[str]
     problems: dict[str, str]
+    divided: dict[str, ExpertRange]
 
 
 def find(
@@ -246,7 +235,7 @@ def find(
     amaxes: Mapping[str, Tensor],
 ) -> Found:
     """Sorts the tensors of a model into those that become codes, and others."""
-    found = Found([], {}, [], {})
+    found = Found([], {}, [], {}, divided_experts(model))
     if hasattr(model, "peft_config"):
         found.problems["adapters"] = "expected adapters that are merged, got a model of PEFT's"
     by_transformers = getattr(getattr(model, "config", None), "distributed_config", None)
@@ -324,10 +313,7 @@ def weight_of(
         return "ranks have parts of its codes (primary=True); export it before fully_shard"
     if isinstance(state, GroupedProduct) and state.is_row_major:
         return "its experts are (E, K, N), which servers do not read as linear layers"
-    experts = state.expert_range
-    shape = tuple(parameter.shape)
-    if experts is not None and not is_distributed(parameter):
-        shape = (experts.experts, *shape[1:])
+    shape = whole_shape(parameter, state.expert_range)
     if len(shape) not in (2, 3):
         return f"expected a matrix, or one for each expert, got {shape}"
     if shape[-1] % storage.scheme.columns:
@@ -341,6 +327,16 @@ def weight_of(
     if isinstance(parts, str):
         return parts
     return Weight(name, layer, state, parameter, shape, storage, tuple(parts))
+
+
+def divided_experts(model: nn.Module) -> dict[str, ExpertRange]:
+    """Returns the tensors of experts that mf.expert_parallel divided, converted or not, by name."""
+    return {
+        join(clean_name(fqn), name): module.parallel.expert_range
+        for fqn, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Experts) and module.parallel is not None
+        for name in module._parameters
+    }
 
 
 def layers_of(model: nn.Module) -> dict[str, Tensor]:
@@ -372,8 +368,3 @@ def layer_names(name: str, tensor: Tensor, convert: Names) -> list[str]:
 def pattern_of(layer: str) -> str:
     """Returns the name of an expert's layer with {} for the expert's number."""
     return re.sub(r"\.\d+(\.[^.]+)$", r".{}\1", layer)
-
-
-def without_values(tensor: Tensor) -> Tensor:
-    """Returns a tensor of the same shape and dtype, on meta."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
