@@ -190,8 +190,8 @@ def raise_everywhere(error: Exception | None) -> None:
 def gather(writer: Writer) -> None:
     """Gathers each tensor on all ranks, and gives it to the writer."""
     for weight in writer.found.weights:
-        whole = weight.whole()
-        writer.attempt(partial(writer.take_weight, weight, whole))
+        whole, amax = weight.whole(), weight.whole_amax(writer.shared)
+        writer.attempt(partial(writer.take_weight, weight, whole, amax))
     for name, tensor in writer.found.others.items():
         whole = whole_of(tensor, writer.found.divided.get(name))
         writer.attempt(partial(writer.take_other, name, whole))
@@ -244,9 +244,8 @@ class Writer:
         self.files = self.split.tensor_to_filename
         self.missing = {file: {*names} for file, names in self.split.filename_to_tensors.items()}
 
-    def take_weight(self, weight: Weight, whole: Tensor) -> None:
+    def take_weight(self, weight: Weight, whole: Tensor, amax: Tensor | None) -> None:
         """Casts a parameter, and writes its layers."""
-        amax = self.shared.get(weight.layer)
         self.take(self.layers(weight, weight.cast(whole, self.dtype, amax)))
 
     def take_other(self, name: str, whole: Tensor) -> None:

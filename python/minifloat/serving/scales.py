@@ -82,7 +82,7 @@ def underflows_of(
     small = [w.layer for w in nvfp4 if underflow(w.spec.text, known_amaxes(w, shared, dtype))]
     for layer in {layer: None for of_rank in of_all_ranks(small) for layer in of_rank}:
         (weight,) = (weight for weight in nvfp4 if weight.layer == layer)
-        q = weight.cast(weight.whole(), dtype, shared.get(layer))
+        q = weight.cast(weight.whole(), dtype, weight.whole_amax(shared))
         found[layer] = underflow(weight.spec.text, q.amax.flatten(), "its weight")
     for weight in nvfp4:
         if weight.storage.needs_input_amax:

@@ -89,7 +89,10 @@ class Weight:
 
     @property
     def delayed_amax(self) -> Tensor | None:
-        """The amax by which delayed scaling casts W in a forward now, () or (E); None: W's own."""
+        """The amax by which delayed scaling casts W in a forward now; None: W's own.
+
+        () or, of this rank's experts, (n).
+        """
         history = self.state.amax_history
         if history is None or not self.spec.is_delayed:
             return None
@@ -99,18 +102,31 @@ class Weight:
         """Gathers the parameter; all ranks call it together."""
         return whole_of(self.parameter, self.state.expert_range)
 
+    def whole_amax(self, shared: Mapping[str, Tensor]) -> Tensor | None:
+        """Gathers the amax by which a forward casts W; all ranks call it together.
+
+        shared: amaxes of W that layers share, by the layer's name.
+
+        Returns:
+            () or (E); None: W's own.
+        """
+        if self.layer in shared:
+            return shared[self.layer]
+        amax = self.delayed_amax
+        return None if amax is None else whole_of(amax, self.state.expert_range)
+
     def cast(self, whole: Tensor, dtype: torch.dtype | None, amax: Tensor | None) -> Quantized:
         """Returns the codes that a forward reads.
 
         Args:
             whole: the parameter.
             dtype: what forwards read it in; None: its own.
-            amax: what it shares with other layers; None: nothing.
+            amax: what `whole_amax` returned.
         """
         if isinstance(whole, QuantizedTensor):
             return whole.direction(self.spec.text, False)
         whole = whole.to(dtype or whole.dtype).contiguous()
-        amax = self.delayed_amax if amax is None else amax.to(whole.device)
+        amax = None if amax is None else amax.to(whole.device)
         return quantize(whole, self.spec.text, amax=amax)
 
     def codes_without_values(self) -> Quantized:
