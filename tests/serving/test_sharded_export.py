@@ -119,6 +119,12 @@ def check_errors(rank, folder):
     with pytest.raises(ValueError, match=r"k_proj: expected its weight as zeros, .* of 1e-36$"):
         mf.export(model, folder / "broken", weight_only=True)
     assert not (folder / "broken").exists()
+    model = mixture()
+    mf.quantize_(model, "mxfp8", primary=True)
+    mf.expert_parallel(model, dist.group.WORLD)
+    with pytest.raises(ValueError, match=r"experts.w2: ranks have parts of its codes"):
+        mf.export(model, folder / "broken", weight_only=True)
+    assert not (folder / "broken").exists()
     model = sharded("fsdp")
     (folder / "file").touch()
     expected = NotADirectoryError if rank == 0 else RuntimeError

@@ -325,11 +325,12 @@ def weight_of(
     local = getattr(parameter, "_local_tensor", parameter)
     if local.is_meta:
         return "its weight has no values, on meta"
-    if is_distributed(parameter) and isinstance(local, QuantizedTensor):
-        return "ranks have parts of its codes (primary=True); export it before fully_shard"
+    shape = whole_shape(parameter, state.expert_range)
+    is_part = is_distributed(parameter) or local.shape != shape
+    if is_part and isinstance(local, QuantizedTensor):
+        return "ranks have parts of its codes (primary=True); export it before they divide it"
     if isinstance(state, GroupedProduct) and state.is_row_major:
         return "its experts are (E, K, N), which servers do not read as linear layers"
-    shape = whole_shape(parameter, state.expert_range)
     if len(shape) not in (2, 3):
         return f"expected a matrix, or one for each expert, got {shape}"
     if shape[-1] % storage.scheme.columns:
