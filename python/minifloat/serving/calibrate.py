@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..checks import require_module
+from ..distributed.handshake import raise_on_all
 from ..inspector.layers import call_with, undisturbed
 from ..moe.convert.projections import (
     FORMULA,
@@ -35,7 +36,7 @@ from ..nn.registry import require_layers_of_torch
 from ..nn.state.recipe_state import RecipeState
 from ..private_torch import TorchDispatchMode
 from ..spec import Spec
-from .ranks import of_all_ranks
+from .ranks import first_difference, of_all_ranks, wait_for_all
 from .schemes import is_nvfp4_row
 
 FORM = ("limit", "alpha", "interleaved", "pairs", "groups")  # arguments of the op swiglu
@@ -49,7 +50,9 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
     without gradients, and keeps its state.
 
     All ranks of torch.distributed call it together, each with as many batches of its own, and
-    receive the largest amaxes of all.
+    receive the largest amaxes of all. What one rank raises, every rank raises, once all have run
+    their batches. Where a forward has collectives, as under FSDP2, others may wait in one for the
+    rank that has failed, until the group's timeout is over.
 
     Args:
         model: one that mf.quantize_ converted.
@@ -60,9 +63,10 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
         The name of each layer, or of each 3D parameter of experts -> float32 ().
 
     Raises:
-        TypeError: `model` is no module, or `batches` is no iterable of them.
-        ValueError: there is no such layer or no batch, a layer was not called, or an input has Inf
-            or NaN.
+        TypeError: `model` is no module, or `batches` is no iterable of them. Where there are other
+            ranks it is a ValueError, as is what a forward raises.
+        ValueError: there is no such layer or no batch, a layer was not called, an input has Inf or
+            NaN, or ranks have other layers.
 
     Source: docs/serve.md.
 
@@ -72,6 +76,18 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
         >>> mf.calibrate(model, [torch.ones(2, 64), torch.full((2, 64), -3.0)])
         {'0': tensor(3.)}
     """
+    try:
+        layers, found = run(model, batches)
+    except Exception as error:
+        raise_on_all(error, None)
+    wait_for_all("calibrate")
+    return joined(layers, found)
+
+
+def run(
+    model: nn.Module, batches: Iterable[Any]
+) -> tuple[dict[str, RecipeState], dict[str, Tensor]]:
+    """Runs this rank's batches; returns the layers, and the amaxes of those that were called."""
     inner = unwrapped(require_module("calibrate", model))
     require_layers_of_torch("calibrate", inner)
     if isinstance(batches, (Mapping, str)) or not isinstance(batches, Iterable):
@@ -90,7 +106,7 @@ def calibrate(model: nn.Module, batches: Iterable[Any]) -> dict[str, Tensor]:
             call_with(model, batch)
             for products in experts:
                 products.require_known()
-    return joined(layers, found)
+    return layers, found
 
 
 def layers_of(model: nn.Module) -> Iterable[tuple[str, RecipeState]]:
@@ -208,7 +224,11 @@ def amax_of(values: Tensor) -> Tensor:
 
 def joined(layers: Mapping[str, RecipeState], found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the largest amax of all ranks of each layer."""
-    every = of_all_ranks({name: float(amax) for name, amax in found.items()})
+    own = {name: float(amax) for name, amax in found.items()}
+    described = [f"{name} of {state.recipe.fprop.a}" for name, state in layers.items()]
+    lists, every = zip(*of_all_ranks((described, own)))
+    if difference := first_difference(lists):
+        raise ValueError(f"calibrate: expected the same layers on every rank, got {difference}")
     amaxes = {}
     for name in layers:
         values = [amaxes_of_rank[name] for amaxes_of_rank in every if name in amaxes_of_rank]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from itertools import zip_longest
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..distributed.handshake import require_same
 from ..nn.registry import is_distributed
 from ..nn.state.recipe_state import ExpertRange
 
@@ -29,6 +32,38 @@ def of_all_ranks(value: Any) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def wait_for_all(name: str, arguments: str = "") -> None:
+    """Waits for all ranks before the first exchange.
+
+    Args:
+        name: of the function that they call.
+        arguments: those that must be equal on all.
+
+    Raises:
+        ValueError: on every rank: one has an error, which it brought by raise_on_all, or other
+            arguments, or is missing.
+    """
+    if has_ranks():
+        require_same(
+            name,
+            arguments,
+            cast(dist.ProcessGroup, dist.group.WORLD),
+            expected=f"{name}: expected all {{}} ranks to call it",
+            differs=f"{name}: expected the same arguments on every rank",
+        )
+
+
+def first_difference(lists: Sequence[Sequence[str]]) -> str:
+    """Returns the first items of ranks' lists that differ, with the ranks; "": there are none."""
+    for items in zip_longest(*lists, fillvalue="none"):
+        ranks: dict[str, list[int]] = {}
+        for rank, item in enumerate(items):
+            ranks.setdefault(item, []).append(rank)
+        if len(ranks) > 1:
+            return " and ".join(f"{item} on ranks {of_item}" for item, of_item in ranks.items())
+    return ""
 
 
 # ---- tensors that ranks divide -------------------------------------------------------------------
