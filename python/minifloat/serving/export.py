@@ -28,17 +28,26 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import require_bool, require_module, require_one_of
+from ..distributed.handshake import raise_on_all
 from ..nn.names import join, unwrapped
 from ..nn.registry import require_layers_of_torch
 from ..spec import Spec
 from ..tensor.quantized import Quantized
 from .codes import input_tensors, tensors_of
 from .configuration import write_configuration, write_json
-from .ranks import is_writer, of_all_ranks, whole_of, without_values
+from .ranks import (
+    first_difference,
+    is_writer,
+    of_all_ranks,
+    wait_for_all,
+    whole_of,
+    without_values,
+)
 from .scales import (
     groups_of_other_formats,
     groups_of_other_scales,
     largest_input,
+    require_groups,
     shared_amaxes,
     underflows_of,
 )
@@ -83,7 +92,8 @@ def export(
 
     Raises:
         TypeError, ValueError: an argument is not as expected, or a converted layer cannot be
-            written: all such layers are named, on every rank. Nothing is written then.
+            written: all such layers are named. What one rank raises, or where ranks have other
+            arguments or tensors, every rank raises as a ValueError. Nothing is written then.
         OSError: the folder cannot be written; a RuntimeError on the other ranks, as for a
             configuration that transformers or JSON refuse, before anything is written.
 
@@ -98,22 +108,19 @@ def export(
         >>> sorted(os.listdir(folder))
         ['config.json', 'model.safetensors']
     """
-    model = unwrapped(require_module("export", model))
-    require_one_of("format", format, FORMATS)
-    require_bool("weight_only", weight_only)
-    require_one_of("dtype", dtype, DTYPES)
-    if not isinstance(amaxes, (Mapping, type(None))):
-        raise TypeError(f"amaxes: expected a mapping of names, got {type(amaxes).__name__}")
-    require_layers_of_torch("export", model)
-    target, amaxes = Path(folder), dict(amaxes or {})
-    convert = names_of(model, adapter)
     try:
-        found = find(model, convert, weight_only, amaxes)
+        model = unwrapped(require_module("export", model))
+        require_arguments(format, amaxes, weight_only, dtype)
+        require_layers_of_torch("export", model)
+        target, amaxes = Path(folder), dict(amaxes or {})
+        convert = names_of(model, adapter)
+        found = found_by(adapter, model, convert, weight_only, amaxes)
+        require_groups(found.weights)
+        problems = problems_of(found, target, format, amaxes)
     except Exception as error:
-        if adapter is None:
-            raise
-        raise ValueError(f"export: expected an adapter of this model, got {error!r}") from error
-    raise_together(found, problems_of(found, target, format, amaxes))
+        raise_on_all(error, None)
+    wait_for_all("export", f"format={format!r}, weight_only={weight_only}, dtype={dtype}")
+    raise_together(found, problems)
     shared = shared_amaxes(found.weights, dtype)
     if format == COMPRESSED_TENSORS:
         raise_together(found, underflows_of(found.weights, shared, amaxes, dtype))
@@ -131,6 +138,31 @@ def export(
 
 
 # ---- checks on all ranks -------------------------------------------------------------------------
+
+
+def require_arguments(format: object, amaxes: object, weight_only: object, dtype: object) -> None:
+    """Checks the arguments that need no model."""
+    require_one_of("format", format, FORMATS)
+    require_bool("weight_only", weight_only)
+    require_one_of("dtype", dtype, DTYPES)
+    if not isinstance(amaxes, (Mapping, type(None))):
+        raise TypeError(f"amaxes: expected a mapping of names, got {type(amaxes).__name__}")
+
+
+def found_by(
+    adapter: Any,
+    model: nn.Module,
+    convert: Names,
+    weight_only: bool,
+    amaxes: Mapping[str, Tensor],
+) -> Found:
+    """Returns the tensors of a model; ValueError where an adapter is of another."""
+    try:
+        return find(model, convert, weight_only, amaxes)
+    except Exception as error:
+        if adapter is None:
+            raise
+        raise ValueError(f"export: expected an adapter of this model, got {error!r}") from error
 
 
 def is_taken(folder: Path) -> bool:
@@ -165,13 +197,22 @@ def problems_of(
     return problems
 
 
+def described(found: Found) -> list[str]:
+    """Returns what ranks compare of the tensors that they gather, in order."""
+    texts = []
+    for weight in found.weights:
+        fprop = weight.state.recipe.fprop
+        scale = ", a scale of x" if weight.storage.needs_input_amax else ""
+        texts.append(f"{weight.name} {weight.shape} of {fprop.a}*{fprop.b}{scale}")
+    return texts + list(found.others)
+
+
 def raise_together(found: Found, problems: dict[str, str]) -> None:
     """Raises ValueError on every rank where one has a problem, or has other tensors."""
-    names = [weight.name for weight in found.weights] + list(found.others)
-    every = of_all_ranks((names, problems))
+    every = of_all_ranks((described(found), problems))
     joined = {name: why for _, of_rank in every for name, why in of_rank.items()}
-    if any(other != every[0][0] for other, _ in every):
-        joined["ranks"] = "expected tensors of the same names on every rank, got different ones"
+    if difference := first_difference([texts for texts, _ in every]):
+        joined["ranks"] = f"expected the same tensors on every rank, got {difference}"
     if joined:
         listed = "".join(f"\n  {name or 'the model'}: {why}" for name, why in joined.items())
         raise ValueError(f"export: expected a model that can be written, got{listed}")

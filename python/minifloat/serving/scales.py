@@ -21,6 +21,13 @@ from .ranks import of_all_ranks
 from .weights import Found, Weight, pattern_of
 
 
+def require_groups(weights: Sequence[Weight]) -> None:
+    """Raises ValueError where a layer of a group that shares an amax was replaced."""
+    for weight in weights:
+        if (group := weight.amax_group) is not None:
+            group.layers(weight.state.recipe)
+
+
 def shared_amaxes(weights: Sequence[Weight], dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Returns the amax, float32 (), of each layer that shares one of W, by the layer's name.
 
@@ -29,15 +36,11 @@ def shared_amaxes(weights: Sequence[Weight], dtype: torch.dtype | None) -> dict[
     Args:
         weights: those of the model.
         dtype: what forwards read them in; None: their own.
-
-    Raises:
-        ValueError: a layer of a group was replaced.
     """
     own: dict[str, float] = {}
     members: dict[AmaxGroup, list[str]] = {}
     for weight in weights:
         if (group := weight.amax_group) is not None:
-            group.layers(weight.state.recipe)
             members.setdefault(group, []).append(weight.layer)
             own[weight.layer] = float(amax_of(weight.local.to(dtype or weight.local.dtype)))
     every = of_all_ranks(own)
