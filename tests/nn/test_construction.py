@@ -219,5 +219,5 @@ def test_layers_of_two_statements_need_a_seed_each():
         return nn.Sequential(*layers)
 
     mf.step(layers_of((0, 1)))
-    with pytest.raises(ValueError, match=r"'1' and '0' .* pass each its own seed"):
+    with pytest.raises(ValueError, match=r"'1' and '0' .* pass each part its own seed"):
         mf.step(layers_of((0, 0)))
