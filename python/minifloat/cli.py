@@ -29,9 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         the output.
     """
     try:
-        code = run_command(argv)
-        sys.stdout.flush()
-        return code
+        try:
+            return run_command(argv)
+        finally:
+            sys.stdout.flush()  # --help ends by SystemExit
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there
         return 141
