@@ -67,7 +67,7 @@ class TrainingStateCallback(TrainerCallback):
         """
         model = require_converted("TrainingStateCallback", model)
         if state.global_step != 0:
-            self.load(args, state, model)
+            self.load(Path(self.folder or self.folder_of(args, state)), model)
         if self.on_nonfinite is not None:
             optimizer = others["optimizer"]
             self.guard = StepGuard(model, optimizer, on_nonfinite=self.on_nonfinite)
@@ -77,15 +77,27 @@ class TrainingStateCallback(TrainerCallback):
         if self.guard is not None:
             self.guard.check()
 
-    def on_train_end(self, *_: object, **others: object) -> None:
-        """Ends the guard, which may have to report the last step."""
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, *_: object, model: Any, **others: object
+    ) -> None:
+        """Ends the guard, and loads the state of the best checkpoint with load_best_model_at_end.
+
+        Raises:
+            FloatingPointError: the last step had a gradient that is not finite.
+            ValueError: weights of the model are not those of the best checkpoint.
+            FileNotFoundError: that checkpoint has no state of minifloat.
+        """
         guard, self.guard = self.guard, None
         if guard is not None:
-            guard.remove()
+            guard.remove()  # which may have to report the last step
+        # A search may end a trial before the Trainer has loaded anything, and drops its model.
+        best = None if state.is_hyper_param_search else state.best_model_checkpoint
+        if args.load_best_model_at_end and best is not None:
+            self.load(Path(best), require_converted("TrainingStateCallback", model))
 
-    def load(self, args: TrainingArguments, state: TrainerState, model: nn.Module) -> None:
-        """Loads the state of the checkpoint, once the Trainer has loaded its weights."""
-        folder = Path(self.folder or self.folder_of(args, state))
+    @staticmethod
+    def load(folder: Path, model: nn.Module) -> None:
+        """Loads the state of a checkpoint, once the Trainer has loaded its weights."""
         path = folder / FILE
         if not path.is_file():
             raise FileNotFoundError(
@@ -153,7 +165,8 @@ def require_loaded(model: nn.Module, folder: Path) -> None:
                         f"did not load {len(missing)} of them, such as {missing[0]}, because the "
                         f"checkpoint has other names for them; call "
                         f"{type(model).__name__}.from_pretrained({str(folder)!r}), then "
-                        "mf.quantize_, then train(resume_from_checkpoint=...) with this folder"
+                        "mf.quantize_, and to resume train(resume_from_checkpoint=...) with this "
+                        "folder"
                     )
 
 

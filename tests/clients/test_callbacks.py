@@ -12,7 +12,7 @@ import pytorch_lightning as pl
 import torch
 from minifloat import lightning, transformers
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import Trainer
@@ -133,20 +133,20 @@ class Overflows(nn.Module):
         return {"loss": loss * (math.inf if self.steps == 2 else 1)}
 
 
-def trainer_of(model, folder, **options):
+def trainer_of(model, folder, settings=(), **options):
     arguments = transformers.TrainingArguments(
         str(folder),
         max_steps=3,
         per_device_train_batch_size=4,
         use_cpu=True,
         report_to=[],
-        save_strategy="no",
         logging_strategy="no",
         disable_tqdm=True,
+        **{"save_strategy": "no", **dict(settings)},
     )
     data = [{"x": torch.randn(32), "labels": 0} for _ in range(12)]
     callback = transformers.TrainingStateCallback(**options)
-    return Trainer(model, arguments, train_dataset=data, callbacks=[callback])
+    return Trainer(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[callback])
 
 
 def test_a_trainer_skips_and_raises(tmp_path):
@@ -162,6 +162,50 @@ def test_a_trainer_skips_and_raises(tmp_path):
         trainer.train()
     assert all(p.isfinite().all() for p in model.parameters())
     trainer.train()  # its callback makes a new guard
+
+
+class Evaluated(nn.Module):
+    """A model of the Trainer, whose first checkpoint is the best under greater_is_better."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = converted()
+
+    def forward(self, x, labels=None):
+        out = self.net(x)
+        return {"loss": out.square().mean(), "logits": out}
+
+
+BEST = {
+    "save_strategy": "steps",
+    "eval_strategy": "steps",
+    "save_steps": 1,
+    "eval_steps": 1,
+    "load_best_model_at_end": True,
+    "metric_for_best_model": "loss",
+    "greater_is_better": True,
+    "learning_rate": 1e-2,
+}
+
+
+def test_the_best_checkpoint_is_loaded_with_its_state(tmp_path):
+    model = Evaluated()
+    trainer = trainer_of(model, tmp_path, BEST)
+    trainer.train()
+    best, last = (tmp_path / f"checkpoint-{number}" / transformers.FILE for number in (1, 3))
+    assert trainer.state.best_model_checkpoint == str(best.parent)
+    key = "net.0.amax_history"
+    assert torch.equal(mf.training_state(model)[key], load_file(best)[key])
+    assert not torch.equal(load_file(best)[key], load_file(last)[key])
+
+
+def test_a_best_checkpoint_that_is_not_loaded_is_an_error(tmp_path):
+    trainer = trainer_of(Evaluated(), tmp_path, BEST)
+    trainer._load_best_model = lambda: None
+    with pytest.raises(ValueError, match=r"expected the weights of .*checkpoint-1, got a model"):
+        trainer.train()
+    trainer.state.is_hyper_param_search = True  # a trial that a search has ended
+    trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
 
 
 class Module(pl.LightningModule):
