@@ -134,6 +134,26 @@ def test_another_method_is_refused(config, message, tmp_path):
         mf.load_quantized_(build(), tmp_path)
 
 
+def test_a_group_of_activations_alone_is_read(tmp_path):
+    config = checkpoints.config_of("NVFP4A16")
+    group = {"targets": ["Attention"], "weights": None, "input_activations": {"type": "float"}}
+    config["config_groups"] |= {"group_1": group}
+    write(tmp_path, tensors(), {"quantization_config": config})
+    assert len(mf.load_quantized_(build(), tmp_path).converted) == 2
+
+
+def test_a_buffer_that_has_two_names_is_no_scale(tmp_path):
+    """Of a tied module, whose second name a checkpoint may have alone."""
+    bounds = nn.Module()
+    bounds.register_buffer("input_scale", torch.ones(3))
+    model = build()
+    model.add_module("3", bounds)
+    model.add_module("4", bounds)
+    write(tmp_path, tensors() | {"4.input_scale": torch.full((3,), 2.0)})
+    mf.load_quantized_(model, tmp_path)
+    assert torch.equal(bounds.input_scale, torch.full((3,), 2.0))
+
+
 def test_folders_that_are_none_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"expected safetensors in .* got no file"):
         mf.load_quantized_(build(), tmp_path)

@@ -166,6 +166,12 @@ def two_factors(tensors):
     return tensors | {key: tensors[key] * 1.5}
 
 
+def one_too_many(tensors):
+    key = "model.layers.0.mlp.experts.3."
+    of_4 = {k.replace(".3.", ".4."): v.clone() for k, v in tensors.items() if k.startswith(key)}
+    return tensors | of_4
+
+
 def mixed(tensors):
     prefix = "model.layers.0.mlp.experts.1.down_proj.weight"
     tensors = {k: v for k, v in tensors.items() if not k.startswith(prefix)}
@@ -181,6 +187,7 @@ def high_precision(tensors):
 
 CASES = [
     (without("experts.3.up_proj"), "gate_up_proj has 7 of 8 tensors"),
+    (one_too_many, "gate_up_proj has 10 tensors, not 8"),
     (
         two_factors,
         "gate_up_proj: expected one factor for gate and up of an expert, got .* in expert 2",

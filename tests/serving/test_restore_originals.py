@@ -104,6 +104,26 @@ def test_other_weights_are_refused(primary, tmp_path):
     assert all(torch.equal(value, base[key]) for key, value in model.state_dict().items())
 
 
+def test_writes_to_loaded_codes_are_not_lost(tmp_path):
+    """A merge changes little, so that the codes stay near the weights they were made from."""
+    model = coded(False, tmp_path)
+    base = dense.build().state_dict()
+    weight = model.get_parameter(KEY)
+    with torch.no_grad():
+        weight[0, 0] += 0.5 * weight.abs().max()
+    values = weight.dequantize(torch.bfloat16)
+    with pytest.raises(ValueError, match=f"{KEY}: expected the codes that load_quantized_ read"):
+        mf.restore_(model, base)
+    assert torch.equal(mf.restore_(model).get_parameter(KEY), values)
+
+
+def test_a_copy_and_another_dtype_of_loaded_codes_are_no_writes(tmp_path):
+    model = deepcopy(coded(False, tmp_path).float())
+    base = dense.build().state_dict()
+    mf.restore_(model, base)
+    assert torch.equal(model.get_parameter(KEY).bfloat16(), base[KEY])
+
+
 def test_a_model_without_codes_has_no_originals():
     model = dense.build()
     mf.quantize_(model, "mxfp8")

@@ -20,8 +20,8 @@ LEAST_WORDS = 4  # of a quote: fewer would match texts of other errors
 # What a reader is told to do.
 REMEDIES = (
     "add|allocate|apt|ask|assign|begin|build|call|change|check|choose|compile|convert|create|"
-    "define|delete|disable|divide|enable|exclude|free|gather|give|increase|install|keep|leave|"
-    "look|lower|make|mend|move|name|pad|pass|pick|pip|put|raise|reduce|register|remove|repeat|"
+    "define|delete|disable|divide|enable|exclude|export|free|gather|give|increase|install|keep|"
+    "leave|load|look|lower|make|mend|move|name|pad|pass|pick|pip|put|raise|reduce|register|remove|repeat|"
     "replace|report|restore|run|save|select|set|shard|split|start|switch|take|train|try|turn|"
     "unset|update|upgrade|use|wait|wrap|write"
 )

@@ -38,6 +38,7 @@ from .read_codes import (
     TENSOR,
     Amax,
     Names,
+    crc_of,
     nvfp4_amax,
     nvfp4_factors,
     problem_of_scales,
@@ -102,14 +103,15 @@ def load_quantized_(
     if found := [fqn for fqn, _ in converted(model)]:
         raise source.error(f"expected a plain model, got {found[0]} converted")
     divided = divided_experts(model.modules())
-    found = [fqn for fqn, weight in model.named_parameters() if is_distributed(weight)]
-    if found := found + [fqn for fqn, module in model.named_modules() if module in divided]:
+    sharded = [fqn for fqn, weight in model.named_parameters() if is_distributed(weight)]
+    if sharded := sharded + [fqn for fqn, module in model.named_modules() if module in divided]:
         raise source.error(
-            f"expected whole weights, got {found[0]} in shards; load before sharding"
+            f"expected whole weights, got {sharded[0]} in shards; load before sharding"
         )
     require_method(source)
-    own = {fqn for fqn, _ in chain(model.named_parameters(), model.named_buffers())}
-    names = read_names(source, own)
+    parameters = model.named_parameters(remove_duplicate=False)
+    buffers = model.named_buffers(remove_duplicate=False)
+    names = read_names(source, {fqn for fqn, _ in chain(parameters, buffers)})
     targets, left_out = plan(model, source, names)
     codes = {fqn: t for fqn, t in targets.items() if t.pieces[0].source in names.weights}
     specs, tied = choose_specs(source, names, codes)
@@ -346,7 +348,8 @@ def write_codes(
         vars(made[id(like)]).update(attributes_of(like))
     setattr(module, name, made[id(like)])
     state = module if isinstance(module, RecipeState) else product_of(module, name)
-    cast(RecipeState, state).has_loaded_codes = True
+    state = cast(RecipeState, state)
+    state.has_loaded_codes, state.loaded_crc = True, crc_of(cast(QuantizedTensor, made[id(like)]))
 
 
 def read_codes(

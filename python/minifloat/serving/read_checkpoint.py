@@ -151,6 +151,8 @@ def require_method(source: Source) -> None:
         where = f"config_groups.{name}"
         weights = require_object(source, where, group).get("weights") or {}
         weights = require_object(source, f"{where}.weights", weights)
+        if not weights:  # a group of activations alone, such as those of attention
+            continue
         if weights.get("type") != "float" or not weights.get("symmetric", True):
             raise source.error(
                 f"expected symmetric weights of type float in {where}, got {weights}"

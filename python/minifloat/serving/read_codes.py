@@ -21,12 +21,15 @@ from collections.abc import Container
 from functools import lru_cache
 from math import inf, prod
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from ..spec import Spec
+from ..tensor.directions import TENSORS
 from ..tensor.quantized import Quantized, dequantize
+from ..tensor.quantized_tensor import QuantizedTensor
 from . import schemes
 from .read_checkpoint import Source
 from .schemes import DIVIDES, MULTIPLIES
@@ -192,6 +195,16 @@ def nvfp4_factors(source: Source, weight: Stored) -> list[tuple[float, bool]]:
             f"{weight.factor}: expected a positive factor for each matrix, got {values[:4]}"
         )
     return [(value, weight.factor.endswith(DIVIDES)) for value in values]
+
+
+def crc_of(weight: QuantizedTensor) -> int:
+    """Returns the CRC-32 of all bytes of a weight of codes, which a write to them changes."""
+    crc = 0
+    for part in weight.directions:
+        for name in TENSORS:
+            data = getattr(part, name).detach().cpu().contiguous().flatten().view(torch.uint8)
+            crc = crc32(data.numpy(), crc)
+    return crc
 
 
 class Amax(NamedTuple):

@@ -13,11 +13,13 @@ from ..nn.convert.quantize import restore_ as restore_layers
 from ..nn.grouped_product import product_of
 from ..nn.names import unwrapped
 from ..nn.registry import is_distributed
+from ..nn.state.recipe_state import RecipeState
 from ..spec import Spec
 from ..tensor.attributes import attributes_of
 from ..tensor.directions import TENSORS
 from ..tensor.quantized_tensor import QuantizedTensor
 from .read_checkpoint import Source, open_folder, same_bytes
+from .read_codes import crc_of
 from .read_targets import Target, assign, copy_values, problem_of, targets_of
 
 FUNCTION = "restore_"
@@ -49,8 +51,8 @@ def restore_(
         TypeError: `model` is no module.
         ValueError: FSDP2 gathers a weight as codes; a layer is of a subclass of mf.Linear, which
             was never an nn.Linear; `weights` lacks a weight, has an unknown name, another shape or
-            a value that is no tensor, or has weights that are not those of the codes. The model is
-            unchanged then.
+            a value that is no tensor, or has weights that are not those of the codes, or codes of a
+            checkpoint were written to. The model is unchanged then.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(64, 32))
@@ -124,7 +126,12 @@ def require_same_weight(source: Source, fqn: str, target: Target) -> None:
     codes, values = target.tensor, read_original(source, target)
     assert isinstance(codes, QuantizedTensor)
     state = product_of(target.module, target.name) or target.module
-    if getattr(state, "has_loaded_codes", False):
+    if isinstance(state, RecipeState) and state.has_loaded_codes:
+        if crc_of(codes) != state.loaded_crc:
+            raise source.error(
+                f"weights: {fqn}: expected the codes that load_quantized_ read, got ones that were "
+                "written to since; call restore_(model), which keeps their values"
+            )
         bits = Spec.parse(codes.directions[0].spec).code_bits
         difference = codes.dequantize(torch.float32) - values.float()
         error = (difference.norm() / values.float().norm()).item()

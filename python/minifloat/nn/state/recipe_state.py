@@ -132,6 +132,7 @@ class RecipeState(nn.Module):
     conversion: int = 0
     evaluates_unscaled: bool = False  # whether an evaluation would read a history without values
     has_loaded_codes: bool = False  # whether the weight's codes are those of a checkpoint
+    loaded_crc: int | None = None  # of them; forwards do not read it: torch.compile would guard it
     # None: FSDP2 has not sharded the weight.
     weight_gather: WeightGather | ExpertWeightGather | None = None
     TRANSIENT: tuple[str, ...] = ("weight_codes", "weight_gather")  # attributes not pickled
