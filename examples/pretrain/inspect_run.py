@@ -11,6 +11,7 @@ harms least, bf16 for the others. Another run takes the map:
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import minifloat as mf
@@ -25,8 +26,10 @@ SEQUENCES = 4  # of the batch
 
 def load_run(run):
     """Returns the model of the folder OUT/runs/RUN, and its job's training and validation text."""
-    done = (run / "result.json").exists()
-    model = AutoModelForCausalLM.from_pretrained(run if done else last_checkpoint(run)[0])
+    folder = run if (run / "result.json").exists() else last_checkpoint(run)
+    if folder is None:
+        sys.exit(f"inspect_run.py: expected a run with a complete checkpoint, got {run}")
+    model = AutoModelForCausalLM.from_pretrained(folder)
     seq = json.loads((run.parents[1] / "job.json").read_text())["seq"]
     with np.load(run.parents[1] / "tokens.npz") as tokens:
         return model, Windows(tokens["train"], seq), Windows(tokens["validation"], seq)

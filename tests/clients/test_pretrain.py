@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import minifloat
 import numpy as np
 import pytest
+import torch
 
 from tests.support.tiny_text import write_text
 
@@ -295,6 +297,20 @@ def test_other_settings_are_refused_under_resume(module, whole, capsys):
     assert module("pretrain").main(given) == 1
     assert f"--resume: expected steps {STEPS} as in {out}/job.json" in capsys.readouterr().err
     assert (out / "job.json").read_bytes() == before
+
+
+def test_the_inspector_reads_a_run_that_has_not_ended(module, whole, tmp_path):
+    _, out, _ = whole
+    load_run, run = module("inspect_run").load_run, tmp_path / "runs/bf16"
+    for name in ("job.json", "tokens.npz"):
+        shutil.copy(out / name, tmp_path)
+    with pytest.raises(SystemExit, match=f"expected a run with a complete checkpoint, got {run}"):
+        load_run(run)
+    shutil.copytree(out / "runs/bf16", run / "checkpoint-4")
+    (run / "checkpoint-4/complete").touch()
+    model, _, _ = load_run(run)
+    finished, _, _ = load_run(out / "runs/bf16")
+    assert all(map(torch.equal, model.parameters(), finished.parameters()))
 
 
 def test_the_inspector_reads_a_run(module, whole, tmp_path, capsys, monkeypatch):
