@@ -70,11 +70,10 @@ def main():
         write_original(original)
         write_quantized(original, quantized)
 
+        torch.manual_seed(1)
         config = AutoConfig.from_pretrained(original)
         base = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         print(mf.load_quantized_(base, quantized, "bf16"))
-
-        torch.manual_seed(1)
         model = get_peft_model(base, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))
         train(model)
 

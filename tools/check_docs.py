@@ -5,6 +5,7 @@ usage: check_docs.py [--self-test]
 Reads the Markdown files at the root, under docs/ and under research/. A link [text](path#heading)
 is right when the path exists and, where it names a heading of a Markdown file, that heading exists
 too. A line may be longer than 100 columns in a table, and where a link or an address makes it long.
+No line within a paragraph begins as "1. " or "+ ": Markdown would begin a list there.
 
 A command stands in a block or between backticks. It is right when what it names exists: targets and
 variables of the Makefile, presets of CMake, files of the tree, subcommands of `minifloat`, options
@@ -41,6 +42,9 @@ FENCE = re.compile(r"^ *(```|~~~)(\S*)[^\n]*\n(.*?)^ *\1\s*$", re.DOTALL | re.MU
 CODE_SPAN = re.compile(r"`[^`\n]+`")
 # An image, the target of a link but not its text, an address.
 UNBREAKABLE = re.compile(r"!\[[^\]]*\]\([^)\s]+\)|\]\([^)\s]+\)|\w+://\S+")
+
+# The line after a line of prose, where that would begin a list.
+CUT = re.compile(r"^(?! *(?:[-*|>#]|\d+[.)] )).*\S.*\n *((?:1[.)]|\+) .*)$", re.MULTILINE)
 
 
 # ---- Lines ---------------------------------------------------------------------------------------
@@ -250,6 +254,14 @@ CASES: tuple[tuple[str, int], ...] = (
     (WORDS + "https://example.org/" + "a" * 100, 1),
     (f"{WORDS}\nshort\n{WORDS}", 2),
 )
+# (text of a page, the lines that would begin a list in a paragraph)
+CUT_CASES: tuple[tuple[str, int], ...] = (
+    ("clipped to\n1. The head", 1),
+    ("  of an item\n  + 2", 1),
+    ("clipped to\n1.5 or\n2. The head", 0),
+    ("steps:\n\n1. one\n2. two", 0),
+    ("- an item\n1. another list", 0),
+)
 # (C++, its long comments)
 COMMENT_CASES: tuple[tuple[str, int], ...] = (
     ("// " + "x" * 97, 0),
@@ -301,6 +313,10 @@ def self_test() -> int:
         if len(found) != expected:
             failures += 1
             print(f"{text!r}: expected {expected} long lines, found {found}")
+    for text, expected in CUT_CASES:
+        if len(found := CUT.findall(text)) != expected:
+            failures += 1
+            print(f"{text!r}: expected {expected} lines that begin a list, found {found}")
     for text, expected in COMMENT_CASES:
         found = list(find_long_comments(text))
         if len(found) != expected:
@@ -317,7 +333,7 @@ def self_test() -> int:
         if (len(commands), len(errors)) != (count, expected):
             failures += 1
             print(f"{text!r}: expected {count} commands, {expected} errors: {commands}, {errors}")
-    cases = len(CASES) + len(COMMENT_CASES) + len(MAP_CASES) + len(COMMAND_CASES)
+    cases = sum(map(len, (CASES, CUT_CASES, COMMENT_CASES, MAP_CASES, COMMAND_CASES)))
     print(f"check_docs: self-test: {cases - failures} of {cases} cases right")
     return 1 if failures else 0
 
@@ -327,9 +343,12 @@ def check_page(page: Path) -> Iterator[str]:
     name = page.relative_to(ROOT)
     for problem in find_broken_links(page):
         yield f"{name}: {problem}"
-    for number, columns in find_long_lines(page.read_text(encoding="utf-8")):
+    text = page.read_text(encoding="utf-8")
+    for number, columns in find_long_lines(text):
         yield f"{name}:{number}: expected at most {COLUMNS} columns, it has {columns}"
-    for words in find_commands(page.read_text(encoding="utf-8")):
+    for line in CUT.findall(FENCE.sub("", text)):
+        yield f"{name}: expected a paragraph without a list in it, got {line!r}"
+    for words in find_commands(text):
         for problem in find_command_errors(words):
             yield f"{name}: {shlex.join(words)}: {problem}"
 

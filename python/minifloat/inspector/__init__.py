@@ -1,4 +1,4 @@
-"""What casts do to a model's operands: mf.inspect, `minifloat inspect`, and what is not finite."""
+"""What casts do to a model's operands: mf.inspect, StepGuard, and what is not finite."""
 
 from .guard import StepGuard
 from .inspection import Inspection
