@@ -36,7 +36,8 @@ def test_a_folder_is_quantized(tmp_path, capsys):
     [
         ({"num_hidden_layers": 2}, r"model.layers.1.*weight without weights"),
         ({"num_hidden_layers": 0}, r"model.layers.0.*weight not of this model"),
-        ({"vocab_size": 8}, "expected the weights of .*config.json, got"),
+        ({"vocab_size": 8}, "expected a config.json and weights that transformers loads, got"),
+        ({"hidden_act": "nope"}, "expected a config.json and .* loads, got KeyError: 'nope'"),
     ],
 )
 def test_a_config_of_other_weights_is_an_error(changes, message, tmp_path, capsys):
@@ -79,7 +80,7 @@ def cut_a_file(folder):
     [
         (leave_an_old_tensor, r"expected each tensor in the file of .*: model\.norm\.weight in "),
         (leave_a_whole_file, r"expected model\.safetensors or .*index\.json in .*, got both"),
-        (cut_a_file, r"expected the weights of .*config\.json, got "),
+        (cut_a_file, r"expected a config\.json and weights that transformers loads, got "),
     ],
 )
 def test_files_that_are_not_those_of_an_index_are_errors(damage, message, tmp_path, capsys):

@@ -8,10 +8,17 @@ import minifloat as mf
 import pytest
 import torch
 from compressed_tensors.quantization import QuantizationConfig
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 from tests.support.same_bits import require_all_same, require_same_bytes
 from tests.support.served_models import (
+    SIZES,
     converted,
     decompress,
     export,
@@ -340,6 +347,44 @@ def test_layers_of_several_formats_are_named(tmp_path):
         "lm_head",
     ]
     QuantizationConfig.model_validate(about)
+
+
+def llava():
+    """Returns a model whose layers have other names in a checkpoint than its modules."""
+    vision = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"intermediate_size": 32, "image_size": 8, "patch_size": 4, "projection_dim": 32}
+    config = LlavaConfig(
+        text_config={"model_type": "llama", **SIZES},
+        vision_config={"model_type": "clip_vision_model", **vision},
+        image_token_index=5,
+    )
+    torch.manual_seed(0)
+    return LlavaForConditionalGeneration(config)
+
+
+def gpt_neox():
+    torch.manual_seed(0)
+    sizes = {name: size for name, size in SIZES.items() if name != "num_key_value_heads"}
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**sizes))
+
+
+@pytest.mark.parametrize("build", [gpt_neox, llava])
+def test_transformers_leaves_layers_out_by_the_names_of_its_modules(build, tmp_path):
+    model = build()
+    recipes = f"*: {weight_recipe('e4m3/row')}; *.mlp.*: {weight_recipe('e4m3/tensor')}"
+    mf.quantize_(model, recipes if build is gpt_neox else f"{recipes}; *.vision_tower.*: bf16")
+    _, config = export(model, tmp_path / "out")
+    ignored = config["quantization_config"]["ignore"]
+    assert ("embed_out" if build is gpt_neox else "language_model.lm_head") in ignored
+    assert "lm_head" in ignored
+    again = build()
+    mf.load_quantized_(again, tmp_path / "out")
+    loaded = type(model).from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        loaded(input_ids=torch.arange(6, 16)[None])  # which decompresses
+    wanted = mf.restore_(again).state_dict()
+    found = loaded.state_dict()
+    require_all_same([found[name] for name in wanted], list(wanted.values()))
 
 
 def test_transformers_loads_layers_of_several_formats(tmp_path):

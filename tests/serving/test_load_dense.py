@@ -11,7 +11,7 @@ from minifloat.recipe import FORWARD_W
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.support import quantized_checkpoints as checkpoints
 from tests.support.adapters import adapted, train
@@ -105,6 +105,27 @@ def test_tied_heads_have_one_tensor(tmp_path):
     mf.load_quantized_(loaded, tmp_path)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert torch.equal(loaded.lm_head.weight.bfloat16(), values["model.embed_tokens.weight"])
+
+
+def test_a_head_that_is_tied_no_more_is_named(tmp_path):
+    tied = LlamaConfig(**{**config().to_dict(), "tie_word_embeddings": True})
+    model = LlamaForCausalLM(tied).to(torch.bfloat16)
+    checkpoints.save_quantized(model, tmp_path, *write_of("MXFP8A16"))
+    with accelerate.init_empty_weights(include_buffers=False):
+        loaded = LlamaForCausalLM(tied)
+    message = "lm_head.weight is tied to model.embed_tokens.weight no more; call model.tie_weights"
+    with pytest.raises(ValueError, match=message):
+        mf.load_quantized_(loaded, tmp_path)
+
+
+def test_a_restored_model_is_saved_as_a_plain_one(tmp_path):
+    checkpoints.save_quantized(build(), tmp_path / "quantized", *write_of("MXFP8A16"))
+    of_codes = AutoConfig.from_pretrained(tmp_path / "quantized")
+    model = LlamaForCausalLM(of_codes).to(torch.bfloat16)
+    mf.load_quantized_(model, tmp_path / "quantized")
+    mf.restore_(model).save_pretrained(tmp_path / "plain")
+    published = LlamaForCausalLM.from_pretrained(tmp_path / "plain")
+    assert all(map(torch.equal, published.parameters(), model.parameters()))
 
 
 def two_linears(width=64):

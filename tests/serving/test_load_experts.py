@@ -1,6 +1,7 @@
 """Experts of checkpoints, loaded as codes of 3D parameters, and adapters that train on them."""
 
 import json
+from contextlib import nullcontext
 from functools import partial
 
 import minifloat as mf
@@ -9,6 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
@@ -212,6 +216,29 @@ def test_experts_that_no_parameter_can_hold_are_refused(change, message, tmp_pat
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert not any(isinstance(m, mf.Linear) for m in model.modules())
     assert not hasattr(model.model.layers[0].mlp.experts, "gate_up_proj_product")
+
+
+@pytest.mark.parametrize("is_on_meta", [False, True])
+def test_routing_biases_stay_in_float32(is_on_meta, tmp_path):
+    """As from_pretrained keeps them: in bfloat16 other experts would be chosen."""
+    sizes = {"moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
+    sizes |= {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "num_key_value_heads": 2}
+    sizes |= {"kv_lora_rank": 32, "q_lora_rank": 32, "v_head_dim": 32}
+    sizes |= {"qk_nope_head_dim": 32, "qk_rope_head_dim": 32}
+    config = DeepseekV3Config(**SMALL | sizes)
+    model = DeepseekV3ForCausalLM(config)
+    name = "model.layers.0.mlp.gate.e_score_correction_bias"
+    bias = model.get_buffer(name).copy_(4 + torch.arange(4) * 1e-3)
+    mf.quantize_(model, "fprop=bf16*mxfp8 dgrad=bf16*bf16 wgrad=bf16*bf16")
+    mf.export(model, tmp_path / "quantized")
+    with torch.device("meta") if is_on_meta else nullcontext():
+        loaded = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    if is_on_meta:  # which no checkpoint has
+        rotary = type(loaded.model.rotary_emb)(config)
+        loaded.model.rotary_emb = rotary
+    mf.load_quantized_(loaded, tmp_path / "quantized")
+    assert torch.equal(loaded.get_buffer(name), bias)
+    assert loaded.model.embed_tokens.weight.dtype == torch.bfloat16
 
 
 def test_scales_of_tensors_are_joined_as_scales_of_rows(tmp_path):

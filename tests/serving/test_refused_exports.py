@@ -5,8 +5,11 @@ from functools import partial
 import huggingface_hub
 import minifloat as mf
 import pytest
+import safetensors.torch
 import torch
+from minifloat.transformers import replace_conv1d_
 from peft import LoraConfig, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from tests.support.same_bits import require_same_bytes
@@ -152,6 +155,63 @@ def test_layers_of_a_checkpoint_are_whole_rows(change, why, tmp_path):
     with pytest.raises(ValueError, match=why):
         mf.export(model, tmp_path / "out", adapter=Adapter(change))
     assert not (tmp_path / "out").exists()
+
+
+def refuse(model, message, folder):
+    with pytest.raises(ValueError, match=message):
+        mf.export(model, folder)
+    assert not folder.exists()
+
+
+def test_two_tensors_of_one_name_are_refused(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    model[0].register_buffer("weight_scale", torch.ones(()))
+    mf.quantize_(model, "mxfp8", keep="nothing")
+    refuse(model, "expected tensors of different names, got two 0.weight_scale", tmp_path / "out")
+
+
+@pytest.mark.parametrize("new", ["renamed", "linear.weight", None])
+def test_weights_that_a_hook_renames_are_refused(new, tmp_path):
+    def rename(module, state, prefix, _):
+        weight = state.pop(f"{prefix}0.weight")
+        if new is not None:
+            state[prefix + new] = weight
+
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64))
+    mf.quantize_(model, "mxfp8", keep="nothing")
+    model._register_state_dict_hook(rename)
+    refuse(model, r"\n  0: the state dict has no tensor under its weight's name", tmp_path / "out")
+
+
+def test_conv1d_layers_that_were_replaced_are_refused(tmp_path):
+    sizes = {"vocab_size": 64, "n_positions": 16, "n_embd": 64, "n_layer": 1, "n_head": 2}
+    model = replace_conv1d_(GPT2LMHeadModel(GPT2Config(**sizes)))
+    mf.quantize_(model, "mxfp8")
+    message = r"h.0.attn.c_attn: a checkpoint has its weight as \(K, N\), of a Conv1D"
+    refuse(model, message, tmp_path / "out")
+
+
+def test_a_full_disk_leaves_an_empty_folder(tmp_path, monkeypatch):
+    name = "split_state_dict_into_shards_factory"
+    small = partial(getattr(huggingface_hub, name), max_shard_size=50_000)
+    monkeypatch.setattr(huggingface_hub, name, small)
+    model = llama()
+    mf.quantize_(model, "mxfp8")
+    write, written = safetensors.torch.save_file, []
+
+    def fill(tensors, path, metadata):
+        if written:
+            raise safetensors.SafetensorError("No space left on device")
+        write(tensors, path, metadata)
+        written.append(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.torch, "save_file", fill)
+        with pytest.raises(OSError, match=r"export: .*safetensors: No space left on device"):
+            mf.export(model, tmp_path / "out")
+    assert written
+    assert not any((tmp_path / "out").iterdir())
+    mf.export(model, tmp_path / "out")
 
 
 def test_blocks_are_not_cut(tmp_path):

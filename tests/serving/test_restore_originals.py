@@ -5,7 +5,7 @@ from copy import deepcopy
 import minifloat as mf
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -122,6 +122,53 @@ def test_a_copy_and_another_dtype_of_loaded_codes_are_no_writes(tmp_path):
     base = dense.build().state_dict()
     mf.restore_(model, base)
     assert torch.equal(model.get_parameter(KEY).bfloat16(), base[KEY])
+
+
+@pytest.mark.parametrize(
+    "options", [{"modules_to_save": ["lm_head"]}, {"trainable_token_indices": [3]}]
+)
+def test_weights_reach_models_whose_head_or_tokens_train(options, tmp_path):
+    model = coded(False, tmp_path)
+    base = dense.build().state_dict()
+    config = LoraConfig(r=4, target_modules=["up_proj"], **options)
+    model = mf.restore_(get_peft_model(model, config), base)
+    assert all(torch.equal(value, base[key]) for key, value in merged(model).items())
+
+
+def test_weights_reach_the_model_under_a_prompt(tmp_path):
+    model = coded(False, tmp_path)
+    base = dense.build().state_dict()
+    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    mf.restore_(get_peft_model(model, config), base)
+    assert all(torch.equal(value, base[key]) for key, value in model.state_dict().items())
+
+
+def test_a_model_within_one_of_another_library_keeps_its_names(tmp_path):
+    """Its attribute base_model is no prefix of PEFT."""
+
+    class Reward(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base_model = dense.build()
+
+    model, other = Reward(), Reward()
+    mf.quantize_(model, "mxfp8")
+    mf.export(model, tmp_path / "out")
+    mf.load_quantized_(other, tmp_path / "out")
+    base = Reward().state_dict()
+    mf.restore_(other, base)
+    assert all(torch.equal(value, base[key]) for key, value in other.state_dict().items())
+
+
+def test_a_weight_of_zeros_is_that_of_its_codes(tmp_path):
+    original = dense.build()
+    with torch.no_grad():
+        original.get_parameter(KEY).zero_()
+    checkpoints.save_quantized(original, tmp_path, *dense.write_of("MXFP4A16"))
+    model = dense.build()
+    mf.load_quantized_(model, tmp_path)
+    mf.restore_(model, original.state_dict())
+    assert not model.get_parameter(KEY).any()
 
 
 def test_a_model_without_codes_has_no_originals():

@@ -37,12 +37,12 @@ def groups_of(weights: Sequence[Weight]) -> list[tuple[Storage, list[Weight]]]:
 
 
 def targets_of(weights: Sequence[Weight]) -> list[str]:
-    """Returns the names of layers, and patterns for those of experts."""
-    names = [
-        pattern_of(part.name) if len(weight.shape) == 3 else part.name
-        for weight in weights
-        for part in weight.parts
-    ]
+    """Returns the names of layers and of their modules, and patterns for those of experts."""
+    names = []
+    for weight in weights:
+        is_layer = len(weight.shape) == 2
+        names += [part.name if is_layer else pattern_of(part.name) for part in weight.parts]
+        names += [weight.layer] * is_layer
     return expressions(names)
 
 

@@ -94,8 +94,9 @@ def export(
         TypeError, ValueError: an argument is not as expected, or a converted layer cannot be
             written: all such layers are named. What one rank raises, or where ranks have other
             arguments or tensors, every rank raises as a ValueError. Nothing is written then.
-        OSError: the folder cannot be written; a RuntimeError on the other ranks, as for a
-            configuration that transformers or JSON refuse, before anything is written.
+        OSError: the folder cannot be written, which is empty then; a RuntimeError on the other
+            ranks, as for a configuration that transformers or JSON refuse, before anything is
+            written.
 
     Source: docs/serve.md.
 
@@ -265,17 +266,26 @@ class Writer:
                 step()
             except Exception as error:
                 self.error = error
+                self.discard()
+
+    def discard(self) -> None:
+        """Empties the folder, as it was before."""
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+            path.unlink()
 
     def plan(self) -> None:
         """Divides tensors without values among files."""
         from huggingface_hub import split_state_dict_into_shards_factory
 
         tensors: dict[str, Tensor] = {}
-        for weight in self.found.weights:
-            tensors |= self.layers(weight, weight.codes_without_values())
+        every = [self.layers(w, w.codes_without_values()) for w in self.found.weights]
         for name, tensor in self.found.others.items():
             empty = without_values(tensor, self.found.divided.get(name))
-            tensors |= self.convert({name: empty})
+            every.append(dict(self.convert({name: empty})))
+        for of_one in every:
+            if twice := sorted(tensors.keys() & of_one.keys()):
+                raise ValueError(f"export: expected tensors of different names, got two {twice[0]}")
+            tensors |= of_one
         self.split = split_state_dict_into_shards_factory(
             tensors,
             get_storage_size=lambda tensor: tensor.numel() * tensor.itemsize,
@@ -312,6 +322,7 @@ class Writer:
 
     def take(self, tensors: Mapping[str, Tensor]) -> None:
         """Keeps tensors until their files are complete, which are then written."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         for name, tensor in tensors.items():  # safetensors takes none that shares memory
@@ -322,7 +333,10 @@ class Writer:
             if not self.missing[file]:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 tensors_of_file = apart(self.held.pop(file))
-                save_file(tensors_of_file, self.folder / file, metadata={"format": "pt"})
+                try:
+                    save_file(tensors_of_file, self.folder / file, metadata={"format": "pt"})
+                except SafetensorError as error:  # such as of a full disk
+                    raise OSError(f"export: {self.folder / file}: {error}") from error
 
     def finish(self, configuration: Path) -> None:
         """Writes the index and the configuration, and warns of groups that servers join."""

@@ -42,7 +42,6 @@ def quantize_folder(
         ValueError: `out` is not empty, `recipe` is none, there is no folder `model`, or its weights
             are quantized or not those of its model.
     """
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     if not Path(model, "config.json").is_file():
@@ -57,10 +56,13 @@ def quantize_folder(
     load: Any = AutoModelForCausalLM.from_pretrained
     try:
         loaded, found = load(model, dtype="auto", output_loading_info=True)
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, OSError, ImportError):
         raise
-    except (RuntimeError, SafetensorError) as error:  # of other shapes than the config's; damaged
-        raise source.error(f"expected the weights of {model}/config.json, got {error}") from None
+    except Exception as error:  # a config that transformers does not know, other shapes, damage
+        raise source.error(
+            f"expected a config.json and weights that transformers loads, got "
+            f"{type(error).__name__}: {error}"
+        ) from error
     wrong = [f"{name} {what}" for key, what in WRONG.items() for name in sorted(found[key])]
     if wrong:
         raise source.error_of_list("expected the weights of AutoModelForCausalLM", wrong)

@@ -45,7 +45,16 @@ from .read_codes import (
     read_names,
     read_part,
 )
-from .read_targets import Piece, Target, assign, copy_values, problem_of, targets_of
+from .read_targets import (
+    Piece,
+    Target,
+    assign,
+    dtype_of,
+    problem_of,
+    targets_of,
+    transformers_model,
+    write_values,
+)
 
 FUNCTION = "load_quantized_"
 IN_HIGH_PRECISION = "the checkpoint has it in high precision"
@@ -65,7 +74,9 @@ def load_quantized_(
 
     It reads compressed-tensors' and ModelOpt's NVFP4, MXFP4, MXFP8 and FP8, transformers' `fp8`
     (DeepSeek-V3) and gpt-oss's MXFP4. A weight is never computed in high precision: a
-    QuantizedTensor has the checkpoint's codes and scales. All other tensors are loaded too.
+    QuantizedTensor has the checkpoint's codes and scales. All other tensors are loaded too, those
+    that transformers keeps in float32 in float32. config.quantization_config of a model of
+    transformers is removed, which described the folder.
 
     The recipe says how x and gradients are cast. In its place for W each layer has the codes of the
     checkpoint, which nothing rounds again: fprop reads them, dgrad their transpose where that has
@@ -122,7 +133,9 @@ def load_quantized_(
         if fqn in codes:
             write_codes(source, names, target, specs[fqn], memory, made)
         else:
-            write_values(source, target, memory, made)
+            write_values(source, target, dtype_of(model, fqn, target.tensor), memory, made)
+    if (hf := transformers_model(model)) is not None:
+        vars(hf.config).pop("quantization_config", None)  # of the folder, and not of this model
     notes = [
         ("", f"{len(group)} {what}, such as {group[0]}")
         for group, what in (
@@ -169,6 +182,9 @@ def plan(model: nn.Module, source: Source, names: Names) -> tuple[dict[str, Targ
     given = {id(target.tensor) for target in targets.values() if target.pieces}
     lost += [fqn for fqn, target in targets.items() if id(target.tensor) not in given]
     problems = [f"{name} is unknown" for name in unknown] + [f"{fqn} is missing" for fqn in lost]
+    tied = getattr(transformers_model(model), "all_tied_weights_keys", {})
+    if untied := next((fqn for fqn in lost if fqn in tied), None):
+        problems.append(f"{untied} is tied to {tied[untied]} no more; call model.tie_weights()")
     problems += differing_ties(source, names, targets)
     whys = (problem_of(source, names.weights, f, t) for f, t in targets.items() if t.pieces)
     problems += [why for why in whys if why is not None]
@@ -381,19 +397,3 @@ def read_codes(
 def as_bytes(scale: Tensor) -> Tensor:
     """Returns one-byte scales in a dtype that copies on every device, others as they are."""
     return scale.view(torch.uint8) if scale.itemsize == 1 else scale
-
-
-def write_values(
-    source: Source, target: Target, memory: torch.device, made: dict[int, Tensor]
-) -> None:
-    """Copies the values of a parameter or a buffer. One on meta gets memory."""
-    tensor = target.tensor
-    values = made.get(id(tensor), tensor)
-    if values.is_meta:
-        values = torch.empty_like(tensor, device=memory)
-        if isinstance(tensor, nn.Parameter):
-            values = nn.Parameter(values, tensor.requires_grad)
-        made[id(tensor)] = values
-    copy_values(source, target, values)
-    if tensor.is_meta:
-        setattr(target.module, target.name, values)

@@ -11,9 +11,10 @@ that merge the matrices of experts, and join gate and up. Other models have the 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,8 @@ from .weights import GATE_AND_UP, SUFFIX, is_transformers, own_parts
 
 EXPERT = re.compile(r"\.(\d+)\.")
 MATRIX = re.compile(r"(?:(.*)\.)?(\d+)\.(\w+)" + re.escape(SUFFIX))  # of experts
-PEFT_PREFIX, PEFT_PART = "base_model.model.", "base_layer"
+PEFT_PARTS = ("base_layer", "original_module", "token_adapter")  # of names: what PEFT wraps
+PEFT_COPIES = "modules_to_save"
 MERGES = [("MergeModulelist", 0), ("Concatenate", 1)]  # transformers' operations, and their dims
 
 
@@ -78,17 +80,14 @@ class Target(NamedTuple):
 def targets_of(model: nn.Module) -> tuple[dict[str, Target], list[str]]:
     """Finds what a checkpoint has of a model: parameters and persistent buffers, by name.
 
-    Names are without what PEFT puts before and into them.
-
     Returns:
         These, and the names of other buffers that are on meta.
     """
     found, lost = {}, []
-    for raw, module in model.named_modules(remove_duplicate=False):
-        path = [part for part in f"{raw}.".removeprefix(PEFT_PREFIX).split(".") if part]
+    for path, module in modules_of(model):
         row_major = ProjectionExperts.fits(module) and bool(is_row_major(module))
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-            fqn = ".".join([*(part for part in path if part != PEFT_PART), name])
+            fqn = join(path, name)
             if tensor is None:
                 continue
             if name not in module._non_persistent_buffers_set:
@@ -99,10 +98,39 @@ def targets_of(model: nn.Module) -> tuple[dict[str, Target], list[str]]:
     return found, lost
 
 
+def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules of a model by their names without what PEFT puts before and into them.
+
+    Left out are the copies of modules that PEFT trains in their place.
+    """
+    _, prefix = without_peft(model)
+    wrappers = set()
+    for raw, module in model.named_modules(remove_duplicate=False):
+        if any(kind.__module__.startswith("peft.") for kind in type(module).__mro__):
+            wrappers.add(raw)
+        parts = raw.split(".")
+        of_peft = {i for i in range(len(parts)) if ".".join(parts[:i]) in wrappers}
+        if any(parts[i] == PEFT_COPIES for i in of_peft):
+            continue
+        parts = [part for i, part in enumerate(parts) if i not in of_peft or part not in PEFT_PARTS]
+        yield f"{'.'.join(parts)}.".removeprefix(prefix)[:-1], module
+
+
+def without_peft(model: nn.Module) -> tuple[nn.Module, str]:
+    """Returns the model that PEFT wraps, and the start of its names; else the model and ""."""
+    peft = sys.modules.get("peft")
+    if peft is None or not isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
+        return model, ""
+    inner = cast(Any, model.base_model)
+    if isinstance(inner, peft.tuners.tuners_utils.BaseTuner):
+        return inner.model, "base_model.model."
+    return inner, "base_model."  # under prompt tuning
+
+
 def transformers_model(model: nn.Module) -> Any:
     """Returns the model of transformers that this is, or that PEFT wraps; None: neither."""
-    inner = getattr(getattr(model, "base_model", None), "model", None)
-    return next((m for m in (model, inner) if is_transformers(m)), None)
+    inner, _ = without_peft(model)
+    return inner if is_transformers(inner) else None
 
 
 def own_piece(targets: dict[str, Target], name: str) -> tuple[str, Piece]:
@@ -207,8 +235,37 @@ def problem_of(source: Source, weights: dict[str, Stored], fqn: str, target: Tar
     return None
 
 
+def dtype_of(model: nn.Module, fqn: str, tensor: Tensor) -> torch.dtype:
+    """Returns the dtype of a tensor: float32 where transformers keeps it in a model in bfloat16."""
+    patterns = getattr(transformers_model(model), "_keep_in_fp32_modules_strict", None) or ()
+    is_kept = any(re.search(pattern.replace("*", ".*"), fqn) for pattern in patterns)
+    return torch.float32 if is_kept and tensor.dtype == torch.bfloat16 else tensor.dtype
+
+
 @torch.no_grad()
 def copy_values(source: Source, target: Target, tensor: Tensor) -> None:
     """Copies a parameter's values from the tensors that it has in the checkpoint."""
     for piece in target.pieces:
         piece.within(tensor).copy_(source.tensors[piece.source])
+
+
+def write_values(
+    source: Source,
+    target: Target,
+    dtype: torch.dtype,
+    memory: torch.device,
+    made: dict[int, Tensor],
+) -> None:
+    """Copies the values of a parameter or a buffer. One on meta gets memory."""
+    tensor = target.tensor
+    values = made.get(id(tensor), tensor)
+    if values.is_meta or values.dtype != dtype:
+        values = torch.empty_like(
+            tensor, dtype=dtype, device=memory if tensor.is_meta else tensor.device
+        )
+        if isinstance(tensor, nn.Parameter):
+            values = nn.Parameter(values, tensor.requires_grad)
+        made[id(tensor)] = values
+    copy_values(source, target, values)
+    if values is not tensor:
+        setattr(target.module, target.name, values)

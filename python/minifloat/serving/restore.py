@@ -134,11 +134,11 @@ def require_same_weight(source: Source, fqn: str, target: Target) -> None:
             )
         bits = Spec.parse(codes.directions[0].spec).code_bits
         difference = codes.dequantize(torch.float32) - values.float()
-        error = (difference.norm() / values.float().norm()).item()
-        if not error <= LARGEST_ERROR[bits]:
+        error, norm = difference.norm().item(), values.float().norm().item()
+        if not error <= LARGEST_ERROR[bits] * norm:
             raise source.error(
                 f"weights: {fqn}: expected the weight that the checkpoint's codes were made from, "
-                f"within {LARGEST_ERROR[bits]} of their values, got one at {error:.3g}"
+                f"within {LARGEST_ERROR[bits]} of its norm, got one at {error / (norm or 1):.3g}"
             )
         return
     again = QuantizedTensor.from_tensor(values, *codes.specs)

@@ -171,8 +171,8 @@ def own_names(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     found, modules = {}, {clean_name(fqn): module for fqn, module in model.named_modules()}
     for name, tensor in tensors.items():
         parent, _, leaf = name.rpartition(".")
-        module = modules[parent]
-        if tensor.dim() != 3 or leaf not in products_by_weight(module):
+        module = modules.get(parent)
+        if module is None or tensor.dim() != 3 or leaf not in products_by_weight(module):
             found[name] = tensor
             continue
         keys = own_parts(module, leaf)
@@ -231,8 +231,8 @@ class Found:
     Args:
         weights: parameters that become codes.
         others: name -> tensor of the rest, which are written as they are.
-        ignored: the layers among the rest that a server could take for quantized ones; those of
-            experts have {} for their number.
+        ignored: the layers among the rest that a server could take for quantized ones, by the
+            names of a checkpoint and of modules; those of experts have {} for their number.
         problems: name of a converted layer -> why it cannot be written.
         divided: name of a tensor of experts that ranks divide -> the range that this rank has.
     """
@@ -282,9 +282,19 @@ def find(
             found.problems[layer] = weight
         else:
             found.weights.append(weight)
+    for layer, _ in products.values():
+        found.problems.setdefault(layer, "the state dict has no tensor under its weight's name")
+    for fqn, module in model.named_modules():
+        if "conv1d_class" in vars(module):
+            found.problems[clean_name(fqn)] = "a checkpoint has its weight as (K, N), of a Conv1D"
+    ignored: dict[str, None] = {}
     for name, tensor in layers_of(model).items():
         if name not in quantized:
-            found.ignored.extend(layer_names(name, tensor, convert))
+            ignored |= dict.fromkeys(layer_names(name, tensor, convert))
+            # transformers looks for its modules, whose names may not be those of the checkpoint.
+            if is_transformers(model) and tensor.dim() == 2:
+                ignored[name.removesuffix(SUFFIX)] = None
+    found.ignored.extend(ignored)
     return found
 
 
