@@ -137,7 +137,7 @@ void tensor_factor(const Quantized& operand, float* out, const Execution& execut
 void product_factor(const Quantized& a, const Quantized& b, float* out,
                     const Execution& execution = {});
 
-// A 4-bit operand whose block scales are powers of two (mxfp4; nvfp4+pow2), and the memory of its
+// A 4-bit operand whose block scales are powers of two, and the memory of its
 // E4M3 codes under one fp32 scale a row.
 struct Fp4AsFp8Cast {
   Quantized operand;

@@ -114,7 +114,7 @@ MINIFLOAT_HD constexpr std::uint32_t random_bits(std::uint32_t word, int lane) {
   }
 }
 
-// Returns the FNV-1a hash of a string, 64 bits: the stream of "module/operand/product".
+// Returns the FNV-1a hash of a string, 64 bits.
 constexpr std::uint64_t fnv1a64(const char* text, std::uint64_t size) {
   std::uint64_t hash = 0xCBF2'9CE4'8422'2325u;
   for (std::uint64_t i = 0; i < size; ++i)
