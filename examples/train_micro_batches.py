@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 2 examples/train_micro_batches.py     # data parallel
 
 Each product of a weight's gradient adds it to a float32 sum (`accumulate`), each feed-forward is
-one op (`fuse`), and backward casts weights again instead of saving their codes (`memory`).
+one op (`fuse`), and backward casts weights again instead of saving their codes (`recompute`).
 """
 
 import sys

@@ -7,7 +7,9 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from .inspector.guard import StepGuard
 from .nn.state.model_state import load_training_state, step, training_state
@@ -35,11 +37,14 @@ class TrainingStateCallback(Callback):
 
     Args:
         on_nonfinite: "raise" or "skip": what an mf.inspector.StepGuard does at a gradient that is
-            not finite, before Lightning clips it; None: there is no guard.
+            not finite, before Lightning clips it; None: there is no guard. Lightning shows it no
+            step of self.optimizers(use_pl_optimizer=False): the first one is a RuntimeError.
     """
 
     def __init__(self, *, on_nonfinite: str | None = None) -> None:
-        self.steps_ended = 0  # optimizer steps that mf.step has followed
+        self.steps_ended = 0  # Lightning's count of steps that mf.step has followed
+        self.stepped = self.checked = False  # since mf.step: an optimizer; since a step: the guard
+        self.handles: list[RemovableHandle] = []
         self.on_nonfinite = on_nonfinite
         self.guard: StepGuard | None = None
 
@@ -51,6 +56,8 @@ class TrainingStateCallback(Callback):
         """
         require_converted("TrainingStateCallback", pl_module)
         self.steps_ended = trainer.global_step
+        # Lightning counts no step of an optimizer that it does not wrap.
+        self.handles = [o.register_step_post_hook(self.after_step) for o in trainer.optimizers]
         if self.on_nonfinite is not None:
             self.guard = StepGuard(pl_module, trainer.optimizers, on_nonfinite=self.on_nonfinite)
             self.guard.steps = trainer.global_step
@@ -58,17 +65,30 @@ class TrainingStateCallback(Callback):
     def on_before_optimizer_step(self, *_: object) -> None:
         if self.guard is not None:
             self.guard.check()
+            self.checked = True
+
+    def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        self.stepped = True
+        if self.guard is not None and not self.checked:
+            raise RuntimeError(
+                f"TrainingStateCallback(on_nonfinite={self.on_nonfinite!r}): expected steps of "
+                f"Lightning's optimizers, got one of {type(optimizer).__name__} itself; take "
+                "self.optimizers(), or a StepGuard of your own"
+            )
+        self.checked = False
 
     def on_train_end(self, *_: object) -> None:
         """Ends the guard, which may have to report the last step."""
+        while self.handles:
+            self.handles.pop().remove()
         guard, self.guard = self.guard, None
         if guard is not None:
             guard.remove()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: nn.Module, *others: object) -> None:
-        if trainer.global_step != self.steps_ended:  # not in the middle of accumulation
+        if self.stepped or trainer.global_step != self.steps_ended:  # not within accumulation
             step(pl_module)
-            self.steps_ended = trainer.global_step
+            self.stepped, self.steps_ended = False, trainer.global_step
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: nn.Module, checkpoint: dict[str, Any]

@@ -61,10 +61,15 @@ class TrainingStateCallback(TrainerCallback):
         """Loads the state of the checkpoint that training is resumed from, and makes the guard.
 
         Raises:
-            ValueError: no layer of the model is converted, or weights of the model are not those of
-                the checkpoint.
+            ValueError: no layer of the model is converted, weights of the model are not those of
+                the checkpoint, or args.enable_jit_checkpoint, which saves without callbacks.
             FileNotFoundError: the checkpoint has no state of minifloat.
         """
+        if getattr(args, "enable_jit_checkpoint", False):
+            raise ValueError(
+                "TrainingStateCallback: expected enable_jit_checkpoint=False: the Trainer saves "
+                "such a checkpoint without callbacks, so it cannot be resumed to the byte"
+            )
         model = require_converted("TrainingStateCallback", model)
         if state.global_step != 0:
             self.load(Path(self.folder or self.folder_of(args, state)), model)
@@ -113,9 +118,12 @@ class TrainingStateCallback(TrainerCallback):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, *_: object, model: Any, **others: object
     ) -> None:
-        """Writes the state, on one process of those that write checkpoints."""
+        """Writes the state, on one process of those that write checkpoints.
+
+        Trials of a hyperparameter search, whose folders have other names, are saved without it.
+        """
         tensors = training_state(require_converted("TrainingStateCallback", model))  # on all ranks
-        if not args.should_save:
+        if not args.should_save or state.is_hyper_param_search:
             return
         folder = self.folder_of(args, state)
         folder.mkdir(parents=True, exist_ok=True)

@@ -28,7 +28,7 @@ def converted(recipe="fp8_delayed"):
 def at_step(step, folder, saves=True):
     """Returns the arguments of a callback's method that it reads: arguments, state, control."""
     arguments = SimpleNamespace(output_dir=str(folder), should_save=saves)
-    return arguments, SimpleNamespace(global_step=step), None
+    return arguments, SimpleNamespace(global_step=step, is_hyper_param_search=False), None
 
 
 def test_the_state_is_saved_and_loaded(tmp_path):
@@ -109,6 +109,31 @@ def test_a_checkpoint_without_the_state_is_an_error(tmp_path):
         )
     with pytest.raises(KeyError, match=lightning.KEY):
         lightning.TrainingStateCallback().on_load_checkpoint(None, converted(), {"state_dict": {}})
+
+
+def test_checkpoints_without_the_callback_are_an_error(tmp_path):
+    arguments, *rest = at_step(0, tmp_path)
+    arguments.enable_jit_checkpoint = True
+    with pytest.raises(ValueError, match="expected enable_jit_checkpoint=False"):
+        transformers.TrainingStateCallback().on_train_begin(arguments, *rest, model=converted())
+
+
+def test_trials_of_a_search_are_saved_without_the_state(tmp_path):
+    arguments, state, _ = at_step(1, tmp_path)
+    state.is_hyper_param_search = True
+    transformers.TrainingStateCallback().on_save(arguments, state, None, model=converted())
+    assert not any(tmp_path.iterdir())
+
+
+def test_copies_that_peft_trains_draw_the_bits_of_their_layer():
+    """Of a layer and its copies one runs."""
+    config = LoraConfig(r=4, target_modules=["0"], modules_to_save=["1"])
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    mf.quantize_(model, "nvfp4", keep="nothing")
+    model = get_peft_model(model, config)
+    model.add_adapter("other", config)
+    model(torch.randn(16, 32)).sum().backward()
+    mf.step(model)
 
 
 def test_a_model_without_converted_layers_is_an_error(tmp_path):
@@ -258,6 +283,29 @@ def test_lightning_skips_and_raises(tmp_path):
     with pytest.raises(FloatingPointError, match=r"step 2: 1 of 2"):
         fit(module, tmp_path, callbacks=[raises], gradient_clip_val=1.0)
     assert all(p.isfinite().all() for p in module.parameters())
+
+
+class Unwrapped(Module):
+    """It steps an optimizer that Lightning does not count."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, x, index):
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(x, index))
+        optimizer.step()
+
+
+def test_lightning_ends_steps_of_optimizers_that_it_does_not_wrap(tmp_path):
+    module = Unwrapped()
+    fit(module, tmp_path, callbacks=[lightning.TrainingStateCallback()])
+    assert not torch.equal(module.rolls[1][:, 0], module.rolls[0][:, 0])
+    guarded = lightning.TrainingStateCallback(on_nonfinite="skip")
+    with pytest.raises(RuntimeError, match="expected steps of Lightning's optimizers, got one of"):
+        fit(Unwrapped(), tmp_path, callbacks=[guarded])
 
 
 def test_lightning_ends_a_step_after_the_last_micro_batch(tmp_path):

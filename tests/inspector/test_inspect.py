@@ -514,6 +514,37 @@ def test_buffers_that_a_forward_writes():
     model(x).backward()
 
 
+class Lazy(nn.Module):
+    """A layer, and a buffer that its first forward makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+        self.register_buffer("first", None)
+
+    def forward(self, x):
+        y = self.layer(x)
+        self.first = y.detach().clone() if self.first is None else self.first
+        return (y - self.first).square().mean()
+
+
+def test_buffers_that_a_forward_makes():
+    model = Lazy()
+    mf.inspect(model, torch.randn(8, 32), ["mxfp8"])
+    assert model.first is None
+
+
+@pytest.mark.parametrize("norm", ["weight_norm", "spectral_norm"])
+def test_converted_layers_whose_weight_is_computed(norm):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    mf.quantize_(model, "mxfp8", keep="nothing")
+    getattr(nn.utils.parametrizations, norm)(model[0])
+    x, loss = torch.randn(8, 32), lambda m, x: m(x).square().mean()
+    found = mf.inspect(model, x, loss=loss)
+    assert ("0", "its weight is computed in each forward") in found.skipped
+    assert [row.layer for row in found.rows] == ["1"]
+
+
 def test_the_mode_of_a_module_in_two_others():
     drop = nn.Dropout(0.5)
     model = nn.Sequential(

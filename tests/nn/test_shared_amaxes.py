@@ -148,6 +148,23 @@ def test_shapes_without_memory(recipe):
     assert model(inputs().to("meta")).shape == inputs().shape
 
 
+def test_feed_forwards_run_layer_by_layer():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w1, self.w3, self.w2 = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+
+        def forward(self, x):
+            return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+    for share_amax, fused in (None, 1), ("servers", 0):
+        model = nn.Sequential(Gated())
+        given = {"keep": "nothing", "fuse": True, "share_amax": share_amax}
+        report = mf.quantize_(model, "fp8_tensorwise", **given)
+        assert len(report.fused) == fused
+    assert report.not_fused == [("0", "its layers share an amax with others")]
+
+
 def test_refusals():
     def refuses(message, recipe, model=None, **given):
         model = block() if model is None else model

@@ -12,6 +12,8 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.nn import functional as F
 
 from tests.support.titan_job import config_of, prepare
@@ -299,3 +301,36 @@ def check_version(installed, message):
 )
 def test_refuses_other_versions(installed, message):
     run(check_version, installed, message)
+
+
+def repeat_no_product():
+    from torchtitan.config.job_config import ActivationCheckpoint
+    from torchtitan.distributed.activation_checkpoint import _apply_op_sac
+    from torchtitan.models.llama3.infra import parallelize
+
+    options = ["--minifloat.recipe=fp8_rowwise", "--activation_checkpoint.mode=selective"]
+    backward = []
+
+    def keep(graph, _):
+        backward.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    model = torch.nn.Sequential(torch.nn.RMSNorm(64), torch.nn.Linear(64, 64))
+    converter_of(*options).convert(model)
+    settings = ActivationCheckpoint(mode="selective", selective_ac_option="op")
+    saved = parallelize._op_sac_save_list
+    wrapped = _apply_op_sac(model, settings, op_sac_save_list=saved)
+    partition = min_cut_rematerialization_partition
+    wrapped.compile(
+        backend=aot_autograd(
+            fw_compiler=lambda graph, _: graph.forward, bw_compiler=keep, partition_fn=partition
+        ),
+        fullgraph=True,
+    )
+    wrapped(torch.randn(32, 64, requires_grad=True)).sum().backward()
+    assert "minifloat.linear_backward.default" in backward
+    assert "minifloat.linear_forward.default" not in backward
+
+
+def test_a_compiled_selective_checkpoint_repeats_no_product():
+    run(repeat_no_product)

@@ -10,6 +10,7 @@ from pathlib import Path
 import minifloat as mf
 import pytest
 from minifloat._native import ops
+from minifloat.nn.checkpoint_policy import PRODUCTS
 
 from tests.support.titan_job import prepare, train, write_assets
 from tests.support.worlds import run_world
@@ -61,7 +62,7 @@ def has_products_saved(trainer):
     """Selective checkpointing saves products: backward casts again, and multiplies no more."""
     from torchtitan.models.deepseek_v3.infra import parallelize
 
-    products = {ops.scaled_mm.default, ops.scaled_grouped_mm.default}
+    products = {*PRODUCTS, ops.scaled_grouped_mm.default}
     assert products <= parallelize._op_sac_save_list
     assert of_kind(trainer, mf.Linear)
 

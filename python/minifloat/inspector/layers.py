@@ -148,7 +148,10 @@ def find_layers(
             state = module if isinstance(module, RecipeState) else product_of(module, weight_name)
             if isinstance(module, Experts) and state is None and module not in chosen:
                 continue
-            weight = module.get_parameter(weight_name)
+            weight = module._parameters.get(weight_name)
+            if weight is None:  # of a converted layer
+                reasons[row] = "its weight is computed in each forward"
+                continue
             reasons.pop(row, None)
             if (why := reason_against(module, weight, state is None and kept_own)) is not None:
                 reasons[row] = why
@@ -193,6 +196,12 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """
     modes = [(module, module.training) for module in model.modules()]
     buffers = [KeptBuffer.of(*place) for place in buffers_of(model)]
+    absent = [
+        (module, name)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is None
+    ]
     sums = [(m, m.accumulate) for m in model.modules() if isinstance(m, Linear) and m.accumulate]
     with ExitStack() as undo:
         if (
@@ -202,7 +211,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for layer, accumulate in sums:
             undo.callback(setattr, layer, "accumulate", accumulate)
             layer.accumulate = ""
-        undo.callback(put_back, modes, buffers)
+        undo.callback(put_back, modes, buffers, absent)
         model.eval()
         yield
 
@@ -230,8 +239,17 @@ def buffers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
 
 
 @torch.no_grad()
-def put_back(modes: Sequence[tuple[nn.Module, bool]], buffers: Sequence[KeptBuffer]) -> None:
-    """Puts modes and buffers back. A module's own train may do more than to set its mode."""
+def put_back(
+    modes: Sequence[tuple[nn.Module, bool]],
+    buffers: Sequence[KeptBuffer],
+    absent: Sequence[tuple[nn.Module, str]],
+) -> None:
+    """Puts modes and buffers back. A module's own train may do more than to set its mode.
+
+    absent: the module and the name of each buffer that was None.
+    """
+    for module, name in absent:
+        module._buffers[name] = None
     for module, mode in modes:
         module.train(mode)
     for module, mode in modes:  # of a module in two others, its own

@@ -15,7 +15,7 @@ OLDEST, NEWEST = (0, 16), (0, 19)  # that were tried
 
 
 def require_version() -> tuple[int, int]:
-    """Returns the version of Megatron-Core; raises ImportError for one that was not tried."""
+    """Returns the version of Megatron-Core; raises ImportError for one outside 0.16 to 0.19."""
     major, minor = megatron.core.__version__.split(".")[:2]
     version = int(major), int(minor)
     if not OLDEST <= version <= NEWEST:

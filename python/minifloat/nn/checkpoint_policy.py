@@ -23,15 +23,19 @@ from .._native import ops
 from ..private_torch import collective_ops
 
 aten = torch.ops.aten
-# The ops whose results are kept: products, attention, messages between ranks, and what the cast of
-# an input scales by, a number or one a column.
-KEPT = {
-    ops.amax.default,
+# Products of codes: the one of eager code, and those of compiled layers.
+PRODUCTS = {
     ops.scaled_mm.default,
     ops.linear_forward.default,
     ops.linear_forward_delayed.default,
     ops.mlp_forward.default,
     ops.mlp_forward_delayed.default,
+}
+# The ops whose results are kept: products, attention, messages between ranks, and what the cast of
+# an input scales by, a number or one a column.
+KEPT = {
+    ops.amax.default,
+    *PRODUCTS,
     aten.mm.default,
     aten.addmm.default,
     aten.bmm.default,

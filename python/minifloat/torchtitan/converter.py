@@ -18,6 +18,7 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
 from .._native import ops
+from ..nn.checkpoint_policy import PRODUCTS
 from ..nn.convert.quantize import quantize_
 from ..nn.state.model_state import step
 from .shared import Minifloat, keep_training_state, options_of
@@ -112,7 +113,7 @@ def save_products() -> None:
 
     Casts run again in backward. Each torchtitan model has a list of the ops that are saved.
     """
-    products = {ops.scaled_mm.default, ops.scaled_grouped_mm.default}
+    products = {*PRODUCTS, ops.scaled_grouped_mm.default}
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.models.") and name.endswith(".infra.parallelize"):
             saved: set[object] = getattr(module, "_op_sac_save_list", set())

@@ -133,6 +133,8 @@ def require_one_op(layers: list[Linear]) -> None:
     of_x = [Spec.parse(text) for text in texts if text != FORWARD_X]
     if any(layer.recipe.text != recipe.text for layer in layers):
         raise ValueError("its layers have several recipes")
+    if any(layer.amax_group is not None for layer in layers):
+        raise ValueError("its layers share an amax with others")
     if any(layer.accumulate != layers[0].accumulate for layer in layers):
         raise ValueError("its layers accumulate gradients in several places")
     if any(spec.is_bf16 or spec.is_stochastic for spec in of_x):

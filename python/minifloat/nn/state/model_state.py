@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from ..._native import ops
 from ...checks import require_module
 from ...private_torch import copy_all_
-from ..names import PRODUCT, clean_name, join, unwrapped
+from ..names import PRODUCT, join, unwrapped
 from ..registry import distributed_functions, expert_functions, stages_in
 from .guarded_steps import flag_on, was_left_out
 from .random_hooks import add_hooks, find_hook, hooks_of, remove_hooks, states_of
@@ -35,6 +35,7 @@ from .recipe_state import (
     forget_weights,
     histories_of,
 )
+from .shared_streams import shared_streams
 
 # ---- a step --------------------------------------------------------------------------------------
 
@@ -365,37 +366,3 @@ def name_layers(layers: Iterable[tuple[str, RecipeState]]) -> None:
     for fqn, layer in layers:
         if fqn and not layer.is_named:
             layer.rename(fqn.removesuffix(PRODUCT))
-
-
-def shared_streams(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
-    """Returns mf.step's error where two layers of a model draw the same random bits; else None.
-
-    modules: (name, module) of the model.
-
-    Layers that were converted part by part do so under equal seeds, where they have equal names,
-    and so do copies of a layer. A part that is in evaluation, or frozen, is left out.
-    """
-    modules = list(modules)
-    hooks = [(fqn, module, find_hook(module)) for fqn, module in modules]
-    parts = [(fqn, module, hook.state) for fqn, module, hook in hooks if hook is not None]
-    of_hooks = {state for *_, state in parts}
-    for fqn, layer in modules:  # a copy of a part of a converted model has no hook of a root
-        if isinstance(layer, RecipeState) and layer.rng_state not in (None, *of_hooks):
-            parts.append((fqn, layer, cast(RngState, layer.rng_state)))
-    owners: dict[tuple[int, int, int], tuple[str, RngState]] = {}
-    for fqn, part, state in parts:
-        if not part.training or not any(p.requires_grad for p in part.parameters()):
-            continue
-        for name, layer in part.named_modules():
-            if not isinstance(layer, RecipeState) or layer.rng_state is not state:
-                continue
-            key, name = (state.seed, state.rank, layer.stream_id), join(fqn, name)
-            other, of_other = owners.setdefault(key, (name, state))
-            if of_other is not state:
-                return (
-                    "step: expected layers with random bits of their own, but "
-                    f"{clean_name(name)!r} and {clean_name(other)!r} draw those of {layer.fqn!r} "
-                    f"under seed {state.seed}; pass each part its own seed, or name, or call "
-                    "mf.quantize_ once, on a module that holds both, after layers are copied"
-                )
-    return None
