@@ -5,7 +5,8 @@ usage: check_docs.py [--self-test]
 Reads the Markdown files at the root, under docs/ and under research/. A link [text](path#heading)
 is right when the path exists and, where it names a heading of a Markdown file, that heading exists
 too. A line may be longer than 100 columns in a table, and where a link or an address makes it long.
-No line within a paragraph begins as "1. " or "+ ": Markdown would begin a list there.
+No line within a paragraph begins as "1. " or "+ ": Markdown would begin a list there. A row of a
+table is one line.
 
 A command stands in a block or between backticks. It is right when what it names exists: targets and
 variables of the Makefile, presets of CMake, files of the tree, subcommands of `minifloat`, options
@@ -43,6 +44,8 @@ CODE_SPAN = re.compile(r"`[^`\n]+`")
 # An image, the target of a link but not its text, an address.
 UNBREAKABLE = re.compile(r"!\[[^\]]*\]\([^)\s]+\)|\]\([^)\s]+\)|\w+://\S+")
 
+# A row of a table that is not whole.
+ROW = re.compile(r"^ *\| .*[^|\s] *$", re.MULTILINE)
 # The line after a line of prose, where that would begin a list.
 CUT = re.compile(r"^(?! *(?:[-*|>#]|\d+[.)] )).*\S.*\n *((?:1[.)]|\+) .*)$", re.MULTILINE)
 
@@ -348,6 +351,8 @@ def check_page(page: Path) -> Iterator[str]:
         yield f"{name}:{number}: expected at most {COLUMNS} columns, it has {columns}"
     for line in CUT.findall(FENCE.sub("", text)):
         yield f"{name}: expected a paragraph without a list in it, got {line!r}"
+    for line in ROW.findall(FENCE.sub("", text)):
+        yield f"{name}: expected a row in one line, which ends with |, got {line!r}"
     for words in find_commands(text):
         for problem in find_command_errors(words):
             yield f"{name}: {shlex.join(words)}: {problem}"

@@ -30,9 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     try:
         try:
-            return run_command(argv)
-        finally:
-            sys.stdout.flush()  # --help ends by SystemExit
+            code = run_command(argv)
+        except SystemExit:  # after --help
+            print(end="", flush=True)
+            raise
+        print(end="", flush=True)
+        return code
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left goes there
         return 141

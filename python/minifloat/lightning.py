@@ -7,7 +7,6 @@ import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -38,12 +37,13 @@ class TrainingStateCallback(Callback):
     Args:
         on_nonfinite: "raise" or "skip": what an mf.inspector.StepGuard does at a gradient that is
             not finite, before Lightning clips it; None: there is no guard. Lightning shows it no
-            step of self.optimizers(use_pl_optimizer=False): the first one is a RuntimeError.
+            step of self.optimizers(use_pl_optimizer=False): a batch of such steps alone is a
+            RuntimeError.
     """
 
     def __init__(self, *, on_nonfinite: str | None = None) -> None:
         self.steps_ended = 0  # Lightning's count of steps that mf.step has followed
-        self.stepped = self.checked = False  # since mf.step: an optimizer; since a step: the guard
+        self.stepped = self.checked = False  # since mf.step: an optimizer, the guard
         self.handles: list[RemovableHandle] = []
         self.on_nonfinite = on_nonfinite
         self.guard: StepGuard | None = None
@@ -56,8 +56,11 @@ class TrainingStateCallback(Callback):
         """
         require_converted("TrainingStateCallback", pl_module)
         self.steps_ended = trainer.global_step
-        # Lightning counts no step of an optimizer that it does not wrap.
-        self.handles = [o.register_step_post_hook(self.after_step) for o in trainer.optimizers]
+        self.remove_hooks()
+        self.stepped = self.checked = False
+        for optimizer in trainer.optimizers:  # Lightning counts steps of those that it wraps alone
+            if hasattr(optimizer, "_optimizer_step_post_hooks"):
+                self.handles.append(optimizer.register_step_post_hook(self.after_step))
         if self.on_nonfinite is not None:
             self.guard = StepGuard(pl_module, trainer.optimizers, on_nonfinite=self.on_nonfinite)
             self.guard.steps = trainer.global_step
@@ -67,28 +70,33 @@ class TrainingStateCallback(Callback):
             self.guard.check()
             self.checked = True
 
-    def after_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+    def after_step(self, *_: object) -> None:
         self.stepped = True
-        if self.guard is not None and not self.checked:
-            raise RuntimeError(
-                f"TrainingStateCallback(on_nonfinite={self.on_nonfinite!r}): expected steps of "
-                f"Lightning's optimizers, got one of {type(optimizer).__name__} itself; take "
-                "self.optimizers(), or a StepGuard of your own"
-            )
-        self.checked = False
+
+    def remove_hooks(self) -> None:
+        while self.handles:
+            self.handles.pop().remove()
+
+    def on_exception(self, *_: object) -> None:
+        self.remove_hooks()
 
     def on_train_end(self, *_: object) -> None:
         """Ends the guard, which may have to report the last step."""
-        while self.handles:
-            self.handles.pop().remove()
+        self.remove_hooks()
         guard, self.guard = self.guard, None
         if guard is not None:
             guard.remove()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: nn.Module, *others: object) -> None:
+        if self.stepped and self.guard is not None and not self.checked:
+            raise RuntimeError(
+                f"TrainingStateCallback(on_nonfinite={self.on_nonfinite!r}): expected steps of "
+                "Lightning's optimizers, got one that no callback saw; take self.optimizers(), or "
+                "a StepGuard of your own"
+            )
         if self.stepped or trainer.global_step != self.steps_ended:  # not within accumulation
             step(pl_module)
-            self.stepped, self.steps_ended = False, trainer.global_step
+            self.stepped, self.checked, self.steps_ended = False, False, trainer.global_step
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: nn.Module, checkpoint: dict[str, Any]

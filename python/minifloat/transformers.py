@@ -4,6 +4,7 @@
 """
 
 import json
+import warnings
 from contextlib import ExitStack
 from itertools import groupby
 from pathlib import Path
@@ -90,15 +91,24 @@ class TrainingStateCallback(TrainerCallback):
         Raises:
             FloatingPointError: the last step had a gradient that is not finite.
             ValueError: weights of the model are not those of the best checkpoint.
-            FileNotFoundError: that checkpoint has no state of minifloat.
+
+        Warns where that checkpoint has no state.
         """
         guard, self.guard = self.guard, None
         if guard is not None:
             guard.remove()  # which may have to report the last step
         # A search may end a trial before the Trainer has loaded anything, and drops its model.
         best = None if state.is_hyper_param_search else state.best_model_checkpoint
-        if args.load_best_model_at_end and best is not None:
+        if not args.load_best_model_at_end or best is None:
+            return
+        if (Path(best) / FILE).is_file():
             self.load(Path(best), require_converted("TrainingStateCallback", model))
+        else:
+            warnings.warn(
+                f"TrainingStateCallback: {best} has no {FILE}, so the model keeps the state of the "
+                "last step",
+                stacklevel=2,
+            )
 
     @staticmethod
     def load(folder: Path, model: nn.Module) -> None:
@@ -122,8 +132,10 @@ class TrainingStateCallback(TrainerCallback):
 
         Trials of a hyperparameter search, whose folders have other names, are saved without it.
         """
+        if state.is_hyper_param_search:
+            return
         tensors = training_state(require_converted("TrainingStateCallback", model))  # on all ranks
-        if not args.should_save or state.is_hyper_param_search:
+        if not args.should_save:
             return
         folder = self.folder_of(args, state)
         folder.mkdir(parents=True, exist_ok=True)

@@ -231,6 +231,10 @@ def test_a_best_checkpoint_that_is_not_loaded_is_an_error(tmp_path):
         trainer.train()
     trainer.state.is_hyper_param_search = True  # a trial that a search has ended
     trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+    trainer.state.is_hyper_param_search = False
+    (tmp_path / "checkpoint-1" / transformers.FILE).unlink()
+    with pytest.warns(UserWarning, match="checkpoint-1 has no .*keeps the state of the last step"):
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
 
 
 class Module(pl.LightningModule):
@@ -304,8 +308,26 @@ def test_lightning_ends_steps_of_optimizers_that_it_does_not_wrap(tmp_path):
     fit(module, tmp_path, callbacks=[lightning.TrainingStateCallback()])
     assert not torch.equal(module.rolls[1][:, 0], module.rolls[0][:, 0])
     guarded = lightning.TrainingStateCallback(on_nonfinite="skip")
-    with pytest.raises(RuntimeError, match="expected steps of Lightning's optimizers, got one of"):
+    with pytest.raises(RuntimeError, match="expected steps of Lightning's optimizers, got one"):
         fit(Unwrapped(), tmp_path, callbacks=[guarded])
+
+
+def test_lightning_leaves_no_hook_after_an_error(tmp_path):
+    class Fails(Module):
+        def training_step(self, x, index):
+            if index == 2:
+                raise KeyError("a fault of the data")
+            return super().training_step(x, index)
+
+        def configure_optimizers(self):
+            return optimizer
+
+    module = Fails()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    callback = lightning.TrainingStateCallback()
+    with pytest.raises(KeyError, match="a fault of the data"):
+        fit(module, tmp_path, callbacks=[callback])
+    assert not optimizer._optimizer_step_post_hooks
 
 
 def test_lightning_ends_a_step_after_the_last_micro_batch(tmp_path):

@@ -192,16 +192,11 @@ def default_loss(model: nn.Module, batch: Any) -> Tensor:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluates the model uncompiled inside, and adds no gradient to main_grad.
 
-    Buffers that the forward writes get their values back.
+    Buffers that the forward writes get their values back, and those that it makes go.
     """
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [KeptBuffer.of(*place) for place in buffers_of(model)]
-    absent = [
-        (module, name)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is None
-    ]
+    registered = [(module, dict(module._buffers)) for module in model.modules()]
+    buffers = [KeptBuffer.of(b) for b in model.buffers() if not b.is_inference()]
     sums = [(m, m.accumulate) for m in model.modules() if isinstance(m, Linear) and m.accumulate]
     with ExitStack() as undo:
         if (
@@ -211,55 +206,45 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         for layer, accumulate in sums:
             undo.callback(setattr, layer, "accumulate", accumulate)
             layer.accumulate = ""
-        undo.callback(put_back, modes, buffers, absent)
+        undo.callback(put_back, modes, registered, buffers)
         model.eval()
         yield
 
 
 class KeptBuffer(NamedTuple):
-    """A buffer of a module, and its values of before."""
+    """A buffer, and its values of before."""
 
-    module: nn.Module
-    name: str
     buffer: Tensor
     version: int
     values: Tensor
 
     @classmethod
-    def of(cls, module: nn.Module, name: str, buffer: Tensor) -> KeptBuffer:
-        return cls(module, name, buffer, buffer._version, buffer.detach().clone())
-
-
-def buffers_of(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """Yields (module, name, buffer) of the buffers that count their writes."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.is_inference():
-                yield module, name, buffer
+    def of(cls, buffer: Tensor) -> KeptBuffer:
+        return cls(buffer, buffer._version, buffer.detach().clone())
 
 
 @torch.no_grad()
 def put_back(
     modes: Sequence[tuple[nn.Module, bool]],
+    registered: Sequence[tuple[nn.Module, Mapping[str, Tensor | None]]],
     buffers: Sequence[KeptBuffer],
-    absent: Sequence[tuple[nn.Module, str]],
 ) -> None:
     """Puts modes and buffers back. A module's own train may do more than to set its mode.
 
-    absent: the module and the name of each buffer that was None.
+    registered: the buffers that each module had, by name.
     """
-    for module, name in absent:
-        module._buffers[name] = None
     for module, mode in modes:
         module.train(mode)
     for module, mode in modes:  # of a module in two others, its own
         module.training = mode
-    for module, name, buffer, version, values in buffers:
+    for module, before in registered:
+        module._buffers.clear()
+        module._buffers.update(before)
+    for buffer, version, values in buffers:
         if buffer._version != version:
             if buffer.requires_grad:  # the forward put it into its graph
                 buffer.detach_()
             buffer.copy_(values)
-        module._buffers[name] = buffer
 
 
 class Run(NamedTuple):

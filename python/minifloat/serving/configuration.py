@@ -36,13 +36,16 @@ def groups_of(weights: Sequence[Weight]) -> list[tuple[Storage, list[Weight]]]:
     return groups
 
 
-def targets_of(weights: Sequence[Weight]) -> list[str]:
-    """Returns the names of layers and of their modules, and patterns for those of experts."""
+def targets_of(weights: Sequence[Weight], by_modules: bool) -> list[str]:
+    """Returns the names of layers, and patterns for those of experts.
+
+    by_modules: whether a loader looks for the names of their modules too.
+    """
     names = []
     for weight in weights:
         is_layer = len(weight.shape) == 2
         names += [part.name if is_layer else pattern_of(part.name) for part in weight.parts]
-        names += [weight.layer] * is_layer
+        names += [weight.layer] * (is_layer and by_modules)
     return expressions(names)
 
 
@@ -61,7 +64,7 @@ def config_groups(found: Found) -> dict[str, dict[str, Any]]:
     groups = groups_of(found.weights)
     return {
         f"group_{i}": {
-            "targets": targets_of(weights) if len(groups) > 1 else ["Linear"],
+            "targets": targets_of(weights, found.by_modules) if len(groups) > 1 else ["Linear"],
             "weights": storage.scheme.arguments(),
             "input_activations": storage.inputs,
             "output_activations": None,

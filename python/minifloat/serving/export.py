@@ -18,6 +18,7 @@ import shutil
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -94,9 +95,9 @@ def export(
         TypeError, ValueError: an argument is not as expected, or a converted layer cannot be
             written: all such layers are named. What one rank raises, or where ranks have other
             arguments or tensors, every rank raises as a ValueError. Nothing is written then.
-        OSError: the folder cannot be written, which is empty then; a RuntimeError on the other
-            ranks, as for a configuration that transformers or JSON refuse, before anything is
-            written.
+        OSError: the folder cannot be written, and has no file of the model then; a RuntimeError on
+            the other ranks, as for a configuration that transformers or JSON refuse, before
+            anything is written.
 
     Source: docs/serve.md.
 
@@ -136,6 +137,8 @@ def export(
         gather(writer)
         writer.attempt(partial(writer.finish, aside))
     raise_everywhere(writer.error)
+    if is_writer():
+        warn_of_groups(writer)
 
 
 # ---- checks on all ranks -------------------------------------------------------------------------
@@ -257,21 +260,22 @@ class Writer:
     missing: dict[str, set[str]] = field(default_factory=dict)  # tensors of each file
     held: defaultdict[str, dict[str, Tensor]] = field(default_factory=lambda: defaultdict(dict))
     tensor_amaxes: dict[str, Tensor] = field(default_factory=dict)  # of layers with a tensor scale
+    written: list[Path] = field(default_factory=list)
     error: Exception | None = None
 
     def attempt(self, step: Callable[[], None]) -> None:
-        """Runs a step on the first rank, unless one failed before: other ranks still gather."""
+        """Runs a step on the first rank, unless one failed before: other ranks still gather.
+
+        A step that fails takes back what was written.
+        """
         if self.error is None and is_writer():
             try:
                 step()
             except Exception as error:
                 self.error = error
-                self.discard()
-
-    def discard(self) -> None:
-        """Empties the folder, as it was before."""
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            path.unlink()
+                for path in self.written:
+                    with suppress(OSError):  # of a disk that fails
+                        path.unlink(missing_ok=True)
 
     def plan(self) -> None:
         """Divides tensors without values among files."""
@@ -332,34 +336,41 @@ class Writer:
             self.missing[file].discard(name)
             if not self.missing[file]:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                tensors_of_file = apart(self.held.pop(file))
+                tensors_of_file, path = apart(self.held.pop(file)), self.folder / file
+                self.written.append(path)
                 try:
-                    save_file(tensors_of_file, self.folder / file, metadata={"format": "pt"})
+                    save_file(tensors_of_file, path, metadata={"format": "pt"})
                 except SafetensorError as error:  # such as of a full disk
-                    raise OSError(f"export: {self.folder / file}: {error}") from error
+                    raise OSError(f"export: {path}: {error}") from error
 
     def finish(self, configuration: Path) -> None:
-        """Writes the index and the configuration, and warns of groups that servers join."""
+        """Writes the index and the configuration."""
         if self.split.is_sharded:
             index = {"metadata": self.split.metadata, "weight_map": self.files}
+            self.written.append(self.folder / INDEX)
             write_json(self.folder / INDEX, index)
         for path in configuration.iterdir():
+            self.written.append(self.folder / path.name)
             shutil.copy(path, self.folder)
-        if groups := groups_of_other_scales(self.tensor_amaxes):
-            warnings.warn(
-                f"export: {len(groups)} groups of layers that servers compute as one have tensor "
-                f"scales of their own, such as {groups[0]}. vLLM takes one of the scales for all "
-                "of them, so what it computes differs from the codes' values; convert the model "
-                "with share_amax='servers' before it is trained",
-                stacklevel=4,
-            )
-        if groups := groups_of_other_formats(self.found):
-            warnings.warn(
-                f"export: {len(groups)} groups of layers that servers compute as one have several "
-                f"formats, such as {groups[0]}. Servers that join them need one; convert all "
-                "layers of a group, by one recipe, or none",
-                stacklevel=4,
-            )
+
+
+def warn_of_groups(writer: Writer) -> None:
+    """Warns of layers that servers join, and that have several scales or formats."""
+    if groups := groups_of_other_scales(writer.tensor_amaxes):
+        warnings.warn(
+            f"export: {len(groups)} groups of layers that servers compute as one have tensor "
+            f"scales of their own, such as {groups[0]}. vLLM takes one of the scales for all "
+            "of them, so what it computes differs from the codes' values; convert the model "
+            "with share_amax='servers' before it is trained",
+            stacklevel=3,
+        )
+    if groups := groups_of_other_formats(writer.found):
+        warnings.warn(
+            f"export: {len(groups)} groups of layers that servers compute as one have several "
+            f"formats, such as {groups[0]}. Servers that join them need one; convert all "
+            "layers of a group, by one recipe, or none",
+            stacklevel=3,
+        )
 
 
 def apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -49,12 +49,13 @@ from .read_targets import (
     Piece,
     Target,
     assign,
-    dtype_of,
+    kept_in_float32,
     problem_of,
     targets_of,
     transformers_model,
     write_values,
 )
+from .weights import is_transformers
 
 FUNCTION = "load_quantized_"
 IN_HIGH_PRECISION = "the checkpoint has it in high precision"
@@ -128,14 +129,15 @@ def load_quantized_(
     specs, tied = choose_specs(source, names, codes)
     recipes = recipes_of(model, source, RecipeMap(recipe), specs)
     report = convert(model, source, recipes, codes, seed)
+    in_float32 = {id(targets[fqn].tensor) for fqn in kept_in_float32(model, targets)}
     made: dict[int, Tensor] = {}  # by the id of the tensor before: tied ones are made once
     for fqn, target in targets.items():
         if fqn in codes:
             write_codes(source, names, target, specs[fqn], memory, made)
         else:
-            write_values(source, target, dtype_of(model, fqn, target.tensor), memory, made)
-    if (hf := transformers_model(model)) is not None:
-        vars(hf.config).pop("quantization_config", None)  # of the folder, and not of this model
+            write_values(source, target, id(target.tensor) in in_float32, memory, made)
+    for module in filter(is_transformers, model.modules()):
+        vars(module.config).pop("quantization_config", None)  # of the folder, not of this model
     notes = [
         ("", f"{len(group)} {what}, such as {group[0]}")
         for group, what in (

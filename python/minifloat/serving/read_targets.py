@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..moe.convert.projections import NAMES, ProjectionExperts, is_row_major
 from ..nn.names import join
 from ..nn.state.recipe_state import WEIGHT_DTYPES
+from ..tensor.attributes import attributes_of
 from .read_checkpoint import Source
 from .read_codes import Stored
 from .weights import GATE_AND_UP, SUFFIX, is_transformers, own_parts
@@ -122,9 +123,9 @@ def without_peft(model: nn.Module) -> tuple[nn.Module, str]:
     if peft is None or not isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
         return model, ""
     inner = cast(Any, model.base_model)
-    if isinstance(inner, peft.tuners.tuners_utils.BaseTuner):
-        return inner.model, "base_model.model."
-    return inner, "base_model."  # under prompt tuning
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return inner, "base_model."
+    return inner.model, "base_model.model."
 
 
 def transformers_model(model: nn.Module) -> Any:
@@ -235,11 +236,14 @@ def problem_of(source: Source, weights: dict[str, Stored], fqn: str, target: Tar
     return None
 
 
-def dtype_of(model: nn.Module, fqn: str, tensor: Tensor) -> torch.dtype:
-    """Returns the dtype of a tensor: float32 where transformers keeps it in a model in bfloat16."""
-    patterns = getattr(transformers_model(model), "_keep_in_fp32_modules_strict", None) or ()
-    is_kept = any(re.search(pattern.replace("*", ".*"), fqn) for pattern in patterns)
-    return torch.float32 if is_kept and tensor.dtype == torch.bfloat16 else tensor.dtype
+def kept_in_float32(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Returns the tensors that transformers keeps in float32 in a model in bfloat16."""
+    patterns = {
+        pattern.replace("*", ".*")
+        for module in filter(is_transformers, model.modules())
+        for pattern in cast(Any, module)._keep_in_fp32_modules_strict or ()
+    }
+    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 
 
 @torch.no_grad()
@@ -252,19 +256,23 @@ def copy_values(source: Source, target: Target, tensor: Tensor) -> None:
 def write_values(
     source: Source,
     target: Target,
-    dtype: torch.dtype,
+    in_float32: bool,
     memory: torch.device,
     made: dict[int, Tensor],
 ) -> None:
-    """Copies the values of a parameter or a buffer. One on meta gets memory."""
+    """Copies the values of a parameter or a buffer. One on meta gets memory.
+
+    in_float32: whether one in bfloat16 is replaced by one in float32.
+    """
     tensor = target.tensor
+    dtype = torch.float32 if in_float32 and tensor.dtype == torch.bfloat16 else tensor.dtype
     values = made.get(id(tensor), tensor)
     if values.is_meta or values.dtype != dtype:
-        values = torch.empty_like(
-            tensor, dtype=dtype, device=memory if tensor.is_meta else tensor.device
-        )
+        device = memory if tensor.is_meta else tensor.device
+        values = torch.empty_like(tensor, dtype=dtype, device=device)
         if isinstance(tensor, nn.Parameter):
             values = nn.Parameter(values, tensor.requires_grad)
+        vars(values).update(attributes_of(tensor))
         made[id(tensor)] = values
     copy_values(source, target, values)
     if values is not tensor:

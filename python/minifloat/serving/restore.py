@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 from os import PathLike
 
 import torch
@@ -135,7 +136,7 @@ def require_same_weight(source: Source, fqn: str, target: Target) -> None:
         bits = Spec.parse(codes.directions[0].spec).code_bits
         difference = codes.dequantize(torch.float32) - values.float()
         error, norm = difference.norm().item(), values.float().norm().item()
-        if not error <= LARGEST_ERROR[bits] * norm:
+        if not (isfinite(norm) and error <= LARGEST_ERROR[bits] * norm):
             raise source.error(
                 f"weights: {fqn}: expected the weight that the checkpoint's codes were made from, "
                 f"within {LARGEST_ERROR[bits]} of its norm, got one at {error / (norm or 1):.3g}"

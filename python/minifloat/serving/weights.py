@@ -231,10 +231,12 @@ class Found:
     Args:
         weights: parameters that become codes.
         others: name -> tensor of the rest, which are written as they are.
-        ignored: the layers among the rest that a server could take for quantized ones, by the
-            names of a checkpoint and of modules; those of experts have {} for their number.
+        ignored: the layers among the rest that a server could take for quantized ones; those of
+            experts have {} for their number.
         problems: name of a converted layer -> why it cannot be written.
         divided: name of a tensor of experts that ranks divide -> the range that this rank has.
+        by_modules: whether a loader, transformers, looks for the names of modules, which may not be
+            those of a checkpoint.
     """
 
     weights: list[Weight]
@@ -242,6 +244,7 @@ class Found:
     ignored: list[str]
     problems: dict[str, str]
     divided: dict[str, ExpertRange]
+    by_modules: bool
 
 
 def find(
@@ -251,7 +254,7 @@ def find(
     amaxes: Mapping[str, Tensor],
 ) -> Found:
     """Sorts the tensors of a model into those that become codes, and others."""
-    found = Found([], {}, [], {}, divided_experts(model))
+    found = Found([], {}, [], {}, divided_experts(model), is_transformers(model))
     if hasattr(model, "peft_config"):
         found.problems["adapters"] = "expected adapters that are merged, got a model of PEFT's"
     by_transformers = getattr(getattr(model, "config", None), "distributed_config", None)
@@ -264,6 +267,9 @@ def find(
     for raw_name, tensor in model.state_dict(keep_vars=True).items():
         name = clean_name(raw_name)
         if name in skipped:
+            if name in products:
+                layer, _ = products.pop(name)
+                found.problems[layer] = "its class leaves the weight out of checkpoints"
             continue
         if not isinstance(tensor, Tensor):
             found.problems[name] = f"a checkpoint has tensors alone, got {type(tensor).__name__}"
@@ -285,14 +291,13 @@ def find(
     for layer, _ in products.values():
         found.problems.setdefault(layer, "the state dict has no tensor under its weight's name")
     for fqn, module in model.named_modules():
-        if "conv1d_class" in vars(module):
+        if found.by_modules and "conv1d_class" in vars(module):
             found.problems[clean_name(fqn)] = "a checkpoint has its weight as (K, N), of a Conv1D"
     ignored: dict[str, None] = {}
     for name, tensor in layers_of(model).items():
         if name not in quantized:
             ignored |= dict.fromkeys(layer_names(name, tensor, convert))
-            # transformers looks for its modules, whose names may not be those of the checkpoint.
-            if is_transformers(model) and tensor.dim() == 2:
+            if found.by_modules and tensor.dim() == 2:
                 ignored[name.removesuffix(SUFFIX)] = None
     found.ignored.extend(ignored)
     return found

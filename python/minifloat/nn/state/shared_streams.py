@@ -51,7 +51,8 @@ def shared_streams(modules: Iterable[tuple[str, nn.Module]]) -> str | None:
 
 def idle_copies(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the layers of PEFT's modules_to_save beside those of its first adapter."""
-    if type(module).__name__ == "ModulesToSaveWrapper":
+    # FSDP2 makes subclasses.
+    if any(kind.__name__ == "ModulesToSaveWrapper" for kind in type(module).__mro__):
         copies = cast(nn.ModuleDict, module.modules_to_save)
         for copy in (cast(nn.Module, module.original_module), *[*copies.values()][1:]):
             yield from copy.modules()
