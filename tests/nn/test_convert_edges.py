@@ -11,7 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+from torch.nn.utils import (
+    parametrizations,
+    parametrize,
+    prune,
+    remove_spectral_norm,
+    remove_weight_norm,
+    spectral_norm,
+    weight_norm,
+)
 
 K, N = 32, 48
 
@@ -165,6 +173,36 @@ def test_random_bits_of_a_layer_that_is_parametrized_later(when):
     parametrize.remove_parametrizations(layer, "weight")
     assert type(layer) is nn.Linear
     assert type(layer.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize(
+    ("add", "remove"),
+    [
+        (weight_norm, remove_weight_norm),
+        (spectral_norm, remove_spectral_norm),
+        (
+            functools.partial(prune.l1_unstructured, name="weight", amount=0.3),
+            functools.partial(prune.remove, name="weight"),
+        ),
+    ],
+)
+def test_a_computed_weight_stays_in_a_restored_layer(add, remove):
+    model = nn.Sequential(nn.Linear(32, 32))
+    mf.quantize_(model, "mxfp8", keep="nothing")
+    add(model[0])
+    model(torch.randn(4, 32))
+    values = model[0].weight.detach().clone()
+    mf.restore_(model)
+    assert torch.equal(model[0].weight, values)
+    remove(model[0])
+    assert isinstance(model[0].weight, nn.Parameter)
+
+
+def test_replicas_under_delayed_scaling_are_refused():
+    model = nn.Sequential(nn.Linear(32, 32))
+    mf.quantize_(model, "fp8_delayed", keep="nothing")
+    with pytest.raises(ValueError, match=r"^0: expected one process a GPU under delayed scaling"):
+        model[0]._replicate_for_data_parallel()
 
 
 def test_a_parametrization_is_removed_while_converted():

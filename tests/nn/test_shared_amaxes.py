@@ -148,6 +148,16 @@ def test_shapes_without_memory(recipe):
     assert model(inputs().to("meta")).shape == inputs().shape
 
 
+def test_latent_attention_and_delta_nets_share_amaxes():
+    for names in (("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkv", "in_proj_z")):
+        model = nn.Module()
+        for name in names:
+            model.add_module(name, nn.Linear(64, 64))
+        mf.quantize_(model, "nvfp4_served", keep="nothing", share_amax="servers")
+        first, second = (model.get_submodule(name) for name in names)
+        assert first.amax_group is second.amax_group is not None
+
+
 def test_feed_forwards_run_layer_by_layer():
     class Gated(nn.Module):
         def __init__(self):

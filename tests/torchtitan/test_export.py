@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import minifloat as mf
+import pytest
 from safetensors.torch import load_file
 
 from tests.support.same_bits import require_same_bytes
@@ -53,6 +54,27 @@ def check_export(name):
         mf.export(model, own)
         tensors = load_file(own / "model.safetensors")
         assert "layers.0.attention.wo.weight_scale" in tensors
+
+
+def check_tied_head():
+    """The adapter has no tensor of a head that is tied, nor a name for a layer of ours."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    model, _ = built("qwen3", "--model.name=qwen3", "--minifloat.recipe=fp8_rowwise")
+    spec = get_train_spec("qwen3")
+    adapter = spec.state_dict_adapter(spec.model_args["debugmodel"], None)
+    assert adapter.model_args.enable_weight_tying
+    with tempfile.TemporaryDirectory() as folder:
+        mf.export(model, Path(folder, "out"), adapter=adapter)
+        config = json.loads(Path(folder, "out/config.json").read_text())
+        assert "lm_head" in config["quantization_config"]["ignore"]
+        model.layers["0"].gate = mf.Linear(64, 64, recipe="fp8_rowwise")
+        with pytest.raises(ValueError, match=r"layers\.0\.gate: a checkpoint has no name for it"):
+            mf.export(model, Path(folder, "other"), adapter=adapter)
+
+
+def test_a_head_that_is_tied_is_ignored():
+    run(check_tied_head)
 
 
 def check_models():

@@ -154,7 +154,8 @@ def restore_linear(module: LinearState) -> None:
     dequantize_parameters(module)
     module.accumulate = ""
     for name in (*RecipeState.__annotations__, *LinearState.__annotations__):
-        module.__dict__.pop(name, None)
+        if name != "weight":  # a tensor, where it is computed in each forward
+            module.__dict__.pop(name, None)
     if isinstance(module, Linear):
         enable_fast_path(module)
     module.__class__ = cast(Any, class_without_recipe(type(module)))

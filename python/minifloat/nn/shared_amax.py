@@ -24,7 +24,14 @@ from .registry import Choice, is_distributed
 
 GATHERED_WHOLE = "weight is gathered in the compute dtype: its amax is shared"
 SHARE_AMAX = (None, "servers")
-FUSED = tuple(names for names in SIBLINGS if "query" not in names)  # vLLM and SGLang fuse these
+# vLLM and SGLang fuse these: siblings, multi-head latent attention's, and gated delta nets'.
+FUSED = (
+    *(names for names in SIBLINGS if "query" not in names),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("wq_a", "wkv_a"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
 
 
 def fused_group(name: str) -> tuple[str, tuple[str, ...]] | None:

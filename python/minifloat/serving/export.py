@@ -162,7 +162,7 @@ def found_by(
 ) -> Found:
     """Returns the tensors of a model; ValueError where an adapter is of another."""
     try:
-        return find(model, convert, weight_only, amaxes)
+        return find(model, adapter, convert, weight_only, amaxes)
     except Exception as error:
         if adapter is None:
             raise

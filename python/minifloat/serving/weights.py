@@ -218,7 +218,7 @@ def parts_of(name: str, shape: tuple[int, ...], convert: Names, scheme: Scheme) 
         if scheme.block and (own[0] % scheme.block[0] or not torch.equal(own, steps)):
             return f"a checkpoint's {key} begins within a block of {scheme.block[0]} rows"
         found.append(Part(layer, expert, own))
-    return found
+    return found or "a checkpoint has no name for it"
 
 
 # ---- which weights -------------------------------------------------------------------------------
@@ -249,6 +249,7 @@ class Found:
 
 def find(
     model: nn.Module,
+    adapter: Any,
     convert: Names,
     weight_only: bool,
     amaxes: Mapping[str, Tensor],
@@ -296,7 +297,8 @@ def find(
     ignored: dict[str, None] = {}
     for name, tensor in layers_of(model).items():
         if name not in quantized:
-            ignored |= dict.fromkeys(layer_names(name, tensor, convert))
+            names = layer_names(name, tensor, convert) or names_in_table(adapter, name)
+            ignored |= dict.fromkeys(names)
             if found.by_modules and tensor.dim() == 2:
                 ignored[name.removesuffix(SUFFIX)] = None
     found.ignored.extend(ignored)
@@ -395,6 +397,13 @@ def layer_names(name: str, tensor: Tensor, convert: Names) -> list[str]:
     found = (pattern_of(key.removesuffix(SUFFIX)) for key in keys)
     names = (p if "{}" in p else p.rpartition(".")[0] for p in found)
     return [n for n in dict.fromkeys(names) if "{}" in n or "expert" in n.rpartition(".")[2]]
+
+
+def names_in_table(adapter: Any, name: str) -> list[str]:
+    """Returns the layer that a torchtitan adapter has no tensor of, such as a head that is tied."""
+    table: dict[str, str | None] = getattr(adapter, "from_hf_map", {})
+    layers = (layer_of(key) for key, own in table.items() if own == name)
+    return [layer for layer in layers if layer is not None]
 
 
 def pattern_of(layer: str) -> str:

@@ -190,8 +190,8 @@ def quantize_gradients_(model: nn.Module, spec: str = "e4m3/1x128+sr", *, seed: 
         # Of a rank alone torch's copy divides, and a forced sum would be divided again.
         is_alone = cast(Any, _group_of(group)).size() == 1
         module.set_force_sum_reduction_for_comms(not is_alone)
-    for module in model.modules():  # of earlier calls, on parts too
-        module.__dict__.pop(GRADIENT_RNG, None)
+    for part in model.modules():  # of earlier calls, on parts too
+        part.__dict__.pop(GRADIENT_RNG, None)
     if parsed.is_stochastic:
         model.__dict__[GRADIENT_RNG] = state
 

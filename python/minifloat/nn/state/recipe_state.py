@@ -296,6 +296,16 @@ class RecipeState(nn.Module):
             warnings.warn(UNSCALED.format(self.fqn or "the layer"), stacklevel=2)
         return history.clone()
 
+    def _replicate_for_data_parallel(self) -> Self:
+        """Refuses replicas of nn.DataParallel whose amaxes this layer would not see."""
+        if self.amax_history is not None:
+            raise ValueError(
+                f"{self.fqn or 'a layer'}: expected one process a GPU under delayed scaling, got "
+                "nn.DataParallel, whose replicas record amaxes that are lost; use "
+                "DistributedDataParallel, or another recipe"
+            )
+        return super()._replicate_for_data_parallel()
+
     def is_in_step(self) -> bool:
         """Tells whether a forward now is part of a training step."""
         return self.training and torch.is_grad_enabled()
