@@ -37,13 +37,13 @@ class TrainingStateCallback(Callback):
     Args:
         on_nonfinite: "raise" or "skip": what an mf.inspector.StepGuard does at a gradient that is
             not finite, before Lightning clips it; None: there is no guard. Lightning shows it no
-            step of self.optimizers(use_pl_optimizer=False): a batch of such steps alone is a
-            RuntimeError.
+            step of self.optimizers(use_pl_optimizer=False): a batch with one is a RuntimeError.
     """
 
     def __init__(self, *, on_nonfinite: str | None = None) -> None:
         self.steps_ended = 0  # Lightning's count of steps that mf.step has followed
-        self.stepped = self.checked = False  # since mf.step: an optimizer, the guard
+        self.stepped = self.unseen = False  # since mf.step: an optimizer, one without a check
+        self.checked: set[int] = set()  # the ids of optimizers before whose steps the guard checked
         self.handles: list[RemovableHandle] = []
         self.on_nonfinite = on_nonfinite
         self.guard: StepGuard | None = None
@@ -57,7 +57,7 @@ class TrainingStateCallback(Callback):
         require_converted("TrainingStateCallback", pl_module)
         self.steps_ended = trainer.global_step
         self.remove_hooks()
-        self.stepped = self.checked = False
+        self.begin()
         for optimizer in trainer.optimizers:  # Lightning counts steps of those that it wraps alone
             if hasattr(optimizer, "_optimizer_step_post_hooks"):
                 self.handles.append(optimizer.register_step_post_hook(self.after_step))
@@ -65,20 +65,32 @@ class TrainingStateCallback(Callback):
             self.guard = StepGuard(pl_module, trainer.optimizers, on_nonfinite=self.on_nonfinite)
             self.guard.steps = trainer.global_step
 
-    def on_before_optimizer_step(self, *_: object) -> None:
+    def begin(self) -> None:
+        """Begins to note steps."""
+        self.stepped = self.unseen = False
+        self.checked.clear()
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: nn.Module, optimizer: object
+    ) -> None:
         if self.guard is not None:
             self.guard.check()
-            self.checked = True
+            self.checked.add(id(optimizer))
 
-    def after_step(self, *_: object) -> None:
+    def after_step(self, optimizer: object, *_: object) -> None:
         self.stepped = True
+        self.unseen |= self.guard is not None and id(optimizer) not in self.checked
 
     def remove_hooks(self) -> None:
         while self.handles:
             self.handles.pop().remove()
 
     def on_exception(self, *_: object) -> None:
+        """Ends the guard without a report, which an error already is."""
         self.remove_hooks()
+        guard, self.guard = self.guard, None
+        if guard is not None:
+            guard.__exit__(RuntimeError)
 
     def on_train_end(self, *_: object) -> None:
         """Ends the guard, which may have to report the last step."""
@@ -88,7 +100,7 @@ class TrainingStateCallback(Callback):
             guard.remove()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: nn.Module, *others: object) -> None:
-        if self.stepped and self.guard is not None and not self.checked:
+        if self.unseen:
             raise RuntimeError(
                 f"TrainingStateCallback(on_nonfinite={self.on_nonfinite!r}): expected steps of "
                 "Lightning's optimizers, got one that no callback saw; take self.optimizers(), or "
@@ -96,7 +108,8 @@ class TrainingStateCallback(Callback):
             )
         if self.stepped or trainer.global_step != self.steps_ended:  # not within accumulation
             step(pl_module)
-            self.stepped, self.checked, self.steps_ended = False, False, trainer.global_step
+            self.steps_ended = trainer.global_step
+            self.begin()
 
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: nn.Module, checkpoint: dict[str, Any]

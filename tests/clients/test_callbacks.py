@@ -297,19 +297,35 @@ class Unwrapped(Module):
         self.automatic_optimization = False
 
     def training_step(self, x, index):
-        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer = self.trainer.optimizers[0]
         optimizer.zero_grad()
         self.manual_backward(super().training_step(x, index))
         optimizer.step()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Both(Unwrapped):
+    """It steps one that Lightning counts too."""
+
+    def training_step(self, x, index):
+        super().training_step(x, index)
+        _, counted = self.optimizers()
+        counted.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.0) for _ in range(2)]
 
 
 def test_lightning_ends_steps_of_optimizers_that_it_does_not_wrap(tmp_path):
     module = Unwrapped()
     fit(module, tmp_path, callbacks=[lightning.TrainingStateCallback()])
     assert not torch.equal(module.rolls[1][:, 0], module.rolls[0][:, 0])
-    guarded = lightning.TrainingStateCallback(on_nonfinite="skip")
-    with pytest.raises(RuntimeError, match="expected steps of Lightning's optimizers, got one"):
-        fit(Unwrapped(), tmp_path, callbacks=[guarded])
+    for module in (Unwrapped(), Both()):
+        guarded = lightning.TrainingStateCallback(on_nonfinite="skip")
+        with pytest.raises(RuntimeError, match="expected steps of Lightning's optimizers, got one"):
+            fit(module, tmp_path, callbacks=[guarded])
 
 
 def test_lightning_leaves_no_hook_after_an_error(tmp_path):
@@ -324,10 +340,11 @@ def test_lightning_leaves_no_hook_after_an_error(tmp_path):
 
     module = Fails()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
-    callback = lightning.TrainingStateCallback()
+    callback = lightning.TrainingStateCallback(on_nonfinite="skip")
     with pytest.raises(KeyError, match="a fault of the data"):
         fit(module, tmp_path, callbacks=[callback])
     assert not optimizer._optimizer_step_post_hooks
+    assert callback.guard is None
 
 
 def test_lightning_ends_a_step_after_the_last_micro_batch(tmp_path):

@@ -203,6 +203,7 @@ def test_replicas_under_delayed_scaling_are_refused():
     mf.quantize_(model, "fp8_delayed", keep="nothing")
     with pytest.raises(ValueError, match=r"^0: expected one process a GPU under delayed scaling"):
         model[0]._replicate_for_data_parallel()
+    model.eval()[0]._replicate_for_data_parallel()
 
 
 def test_a_parametrization_is_removed_while_converted():

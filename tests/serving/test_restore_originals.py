@@ -5,7 +5,7 @@ from copy import deepcopy
 import minifloat as mf
 import pytest
 import torch
-from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from peft import AdaptionPromptConfig, LoraConfig, PromptTuningConfig, get_peft_model
 from torch import nn
 from transformers import LlamaForCausalLM
 
@@ -136,12 +136,29 @@ def test_weights_reach_models_whose_head_or_tokens_train(options, tmp_path):
     assert all(torch.equal(value, base[key]) for key, value in merged(model).items())
 
 
-def test_weights_reach_the_model_under_a_prompt(tmp_path):
+@pytest.mark.parametrize(
+    "config",
+    [
+        PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+        AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_layers=1, adapter_len=2),
+    ],
+)
+def test_weights_reach_the_model_under_a_prompt(config, tmp_path):
     model = coded(False, tmp_path)
     base = dense.build().state_dict()
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     mf.restore_(get_peft_model(model, config), base)
-    assert all(torch.equal(value, base[key]) for key, value in model.state_dict().items())
+    found = {
+        key.replace("self_attn.model.", "self_attn."): v for key, v in model.state_dict().items()
+    }
+    assert all(torch.equal(found[key], value) for key, value in base.items())
+
+
+def test_weights_reach_a_model_whose_adapter_is_deleted(tmp_path):
+    model = get_peft_model(coded(False, tmp_path), LoraConfig(r=4, target_modules=["up_proj"]))
+    model.delete_adapter("default")
+    base = dense.build().state_dict()
+    mf.restore_(model, base)
+    assert torch.equal(model.base_model.model.lm_head.weight, base["lm_head.weight"])
 
 
 def test_a_model_within_one_of_another_library_keeps_its_names(tmp_path):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import minifloat as mf
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from tests.support.same_bits import require_same_bytes
@@ -70,6 +71,9 @@ def check_tied_head():
         assert "lm_head" in config["quantization_config"]["ignore"]
         model.layers["0"].gate = mf.Linear(64, 64, recipe="fp8_rowwise")
         with pytest.raises(ValueError, match=r"layers\.0\.gate: a checkpoint has no name for it"):
+            mf.export(model, Path(folder, "other"), adapter=adapter)
+        model.layers["0"].gate = torch.nn.LayerNorm(64)
+        with pytest.raises(ValueError, match=r"layers\.0\.gate\.weight: a checkpoint has no name"):
             mf.export(model, Path(folder, "other"), adapter=adapter)
 
 

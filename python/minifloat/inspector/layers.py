@@ -195,7 +195,7 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Buffers that the forward writes get their values back, and those that it makes go.
     """
     modes = [(module, module.training) for module in model.modules()]
-    registered = [(module, dict(module._buffers)) for module in model.modules()]
+    registered = [(m, dict(m._buffers), {*m._non_persistent_buffers_set}) for m in model.modules()]
     buffers = [KeptBuffer.of(b) for b in model.buffers() if not b.is_inference()]
     sums = [(m, m.accumulate) for m in model.modules() if isinstance(m, Linear) and m.accumulate]
     with ExitStack() as undo:
@@ -226,20 +226,21 @@ class KeptBuffer(NamedTuple):
 @torch.no_grad()
 def put_back(
     modes: Sequence[tuple[nn.Module, bool]],
-    registered: Sequence[tuple[nn.Module, Mapping[str, Tensor | None]]],
+    registered: Sequence[tuple[nn.Module, Mapping[str, Tensor | None], set[str]]],
     buffers: Sequence[KeptBuffer],
 ) -> None:
     """Puts modes and buffers back. A module's own train may do more than to set its mode.
 
-    registered: the buffers that each module had, by name.
+    registered: the buffers that each module had, by name, and the names that no checkpoint has.
     """
     for module, mode in modes:
         module.train(mode)
     for module, mode in modes:  # of a module in two others, its own
         module.training = mode
-    for module, before in registered:
+    for module, before, not_persistent in registered:
         module._buffers.clear()
         module._buffers.update(before)
+        module._non_persistent_buffers_set = not_persistent
     for buffer, version, values in buffers:
         if buffer._version != version:
             if buffer.requires_grad:  # the forward put it into its graph

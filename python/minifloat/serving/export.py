@@ -95,7 +95,7 @@ def export(
         TypeError, ValueError: an argument is not as expected, or a converted layer cannot be
             written: all such layers are named. What one rank raises, or where ranks have other
             arguments or tensors, every rank raises as a ValueError. Nothing is written then.
-        OSError: the folder cannot be written, and has no file of the model then; a RuntimeError on
+        OSError: the folder cannot be written, and what was written is removed; a RuntimeError on
             the other ranks, as for a configuration that transformers or JSON refuse, before
             anything is written.
 
@@ -134,8 +134,12 @@ def export(
         writer.attempt(writer.plan)
         writer.attempt(partial(write_configuration, model, found, aside, format, assets))
         raise_everywhere(writer.error)
-        gather(writer)
-        writer.attempt(partial(writer.finish, aside))
+        try:
+            gather(writer)
+            writer.attempt(partial(writer.finish, aside))
+        except BaseException:
+            writer.take_back()
+            raise
     raise_everywhere(writer.error)
     if is_writer():
         warn_of_groups(writer)
@@ -264,18 +268,19 @@ class Writer:
     error: Exception | None = None
 
     def attempt(self, step: Callable[[], None]) -> None:
-        """Runs a step on the first rank, unless one failed before: other ranks still gather.
-
-        A step that fails takes back what was written.
-        """
+        """Runs a step on the first rank, unless one failed before: other ranks still gather."""
         if self.error is None and is_writer():
             try:
                 step()
             except Exception as error:
                 self.error = error
-                for path in self.written:
-                    with suppress(OSError):  # of a disk that fails
-                        path.unlink(missing_ok=True)
+                self.take_back()
+
+    def take_back(self) -> None:
+        """Removes what was written."""
+        for path in self.written:
+            with suppress(OSError):  # of a disk that fails
+                path.unlink(missing_ok=True)
 
     def plan(self) -> None:
         """Divides tensors without values among files."""

@@ -129,7 +129,7 @@ def load_quantized_(
     specs, tied = choose_specs(source, names, codes)
     recipes = recipes_of(model, source, RecipeMap(recipe), specs)
     report = convert(model, source, recipes, codes, seed)
-    in_float32 = {id(targets[fqn].tensor) for fqn in kept_in_float32(model, targets)}
+    in_float32 = {id(targets[fqn].tensor) for fqn in kept_in_float32(model, [*targets])}
     made: dict[int, Tensor] = {}  # by the id of the tensor before: tied ones are made once
     for fqn, target in targets.items():
         if fqn in codes:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -31,6 +31,7 @@ EXPERT = re.compile(r"\.(\d+)\.")
 MATRIX = re.compile(r"(?:(.*)\.)?(\d+)\.(\w+)" + re.escape(SUFFIX))  # of experts
 PEFT_PARTS = ("base_layer", "original_module", "token_adapter")  # of names: what PEFT wraps
 PEFT_COPIES = "modules_to_save"
+ADAPTED = "AdaptedAttention"  # PEFT's class of adaption prompts: its `model` is the attention
 MERGES = [("MergeModulelist", 0), ("Concatenate", 1)]  # transformers' operations, and their dims
 
 
@@ -105,15 +106,22 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     Left out are the copies of modules that PEFT trains in their place.
     """
     _, prefix = without_peft(model)
-    wrappers = set()
+    wrappers, adapted = set[str](), set[str]()
     for raw, module in model.named_modules(remove_duplicate=False):
         if any(kind.__module__.startswith("peft.") for kind in type(module).__mro__):
             wrappers.add(raw)
+        if type(module).__name__ == ADAPTED:
+            adapted.add(raw)
         parts = raw.split(".")
         of_peft = {i for i in range(len(parts)) if ".".join(parts[:i]) in wrappers}
         if any(parts[i] == PEFT_COPIES for i in of_peft):
             continue
-        parts = [part for i, part in enumerate(parts) if i not in of_peft or part not in PEFT_PARTS]
+        parts = [
+            part
+            for i, part in enumerate(parts)
+            if not (i in of_peft and part in PEFT_PARTS)
+            and not (part == "model" and ".".join(parts[:i]) in adapted)
+        ]
         yield f"{'.'.join(parts)}.".removeprefix(prefix)[:-1], module
 
 
@@ -123,7 +131,7 @@ def without_peft(model: nn.Module) -> tuple[nn.Module, str]:
     if peft is None or not isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
         return model, ""
     inner = cast(Any, model.base_model)
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+    if getattr(model, "_is_prompt_learning", False):
         return inner, "base_model."
     return inner.model, "base_model.model."
 
@@ -236,14 +244,15 @@ def problem_of(source: Source, weights: dict[str, Stored], fqn: str, target: Tar
     return None
 
 
-def kept_in_float32(model: nn.Module, names: Iterable[str]) -> list[str]:
+def kept_in_float32(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Returns the tensors that transformers keeps in float32 in a model in bfloat16."""
-    patterns = {
-        pattern.replace("*", ".*")
-        for module in filter(is_transformers, model.modules())
-        for pattern in cast(Any, module)._keep_in_fp32_modules_strict or ()
-    }
-    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+    found = []
+    for path, module in modules_of(model):
+        patterns = cast(Any, module)._keep_in_fp32_modules_strict if is_transformers(module) else ()
+        for pattern in patterns or ():
+            own = (name for name in names if not path or name.startswith(f"{path}."))
+            found += [name for name in own if re.search(pattern.replace("*", ".*"), name)]
+    return found
 
 
 @torch.no_grad()

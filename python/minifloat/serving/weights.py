@@ -39,6 +39,7 @@ from .schemes import Scheme, Storage, storage_of
 Names = Callable[[dict[str, Tensor]], Mapping[str, Tensor]]  # own names -> a checkpoint's
 GATE_AND_UP = "w13"  # of mf.MoE: gate and up
 SUFFIX = ".weight"  # of a name; a model that is one layer has `weight` alone
+UNNAMED = "a checkpoint has no name for it"
 
 
 @dataclass(frozen=True)
@@ -218,7 +219,7 @@ def parts_of(name: str, shape: tuple[int, ...], convert: Names, scheme: Scheme) 
         if scheme.block and (own[0] % scheme.block[0] or not torch.equal(own, steps)):
             return f"a checkpoint's {key} begins within a block of {scheme.block[0]} rows"
         found.append(Part(layer, expert, own))
-    return found or "a checkpoint has no name for it"
+    return found or UNNAMED
 
 
 # ---- which weights -------------------------------------------------------------------------------
@@ -289,6 +290,10 @@ def find(
             found.problems[layer] = weight
         else:
             found.weights.append(weight)
+    for name, tensor in found.others.items() if adapter is not None else ():
+        empty = without_values(tensor, found.divided.get(name))
+        if isinstance(tensor, nn.Parameter) and not convert({name: empty}):
+            found.problems[name] = UNNAMED
     for layer, _ in products.values():
         found.problems.setdefault(layer, "the state dict has no tensor under its weight's name")
     for fqn, module in model.named_modules():

@@ -298,7 +298,7 @@ class RecipeState(nn.Module):
 
     def _replicate_for_data_parallel(self) -> Self:
         """Refuses replicas of nn.DataParallel whose amaxes this layer would not see."""
-        if self.amax_history is not None:
+        if self.amax_history is not None and self.is_in_step():
             raise ValueError(
                 f"{self.fqn or 'a layer'}: expected one process a GPU under delayed scaling, got "
                 "nn.DataParallel, whose replicas record amaxes that are lost; use "
