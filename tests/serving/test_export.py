@@ -1,9 +1,7 @@
 """mf.export's folders, as compressed-tensors and transformers read them: the codes, to the bit."""
 
 import json
-from functools import partial
 
-import huggingface_hub
 import minifloat as mf
 import pytest
 import torch
@@ -30,6 +28,7 @@ from tests.support.served_models import (
     tokens,
     values,
     weight_recipe,
+    write_small_files,
 )
 
 SPECS = (
@@ -217,9 +216,7 @@ def test_shards_and_their_index_load_as_one_file_does(tmp_path, monkeypatch):
     model = llama(tie_word_embeddings=True)
     mf.quantize_(model, weight_recipe("e4m3/row"))
     one, _ = export(model, tmp_path / "one")
-    name = "split_state_dict_into_shards_factory"
-    small = partial(getattr(huggingface_hub, name), max_shard_size=50_000)
-    monkeypatch.setattr(huggingface_hub, name, small)
+    write_small_files(monkeypatch)
     several, _ = export(model, tmp_path / "several")
     index = json.loads((tmp_path / "several/model.safetensors.index.json").read_text())
     files = {path.name for path in (tmp_path / "several").glob("*.safetensors")}

@@ -1,8 +1,5 @@
 """What mf.export refuses, with every name and nothing written, and what it warns of."""
 
-from functools import partial
-
-import huggingface_hub
 import minifloat as mf
 import pytest
 import safetensors.torch
@@ -13,7 +10,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from tests.support.same_bits import require_same_bytes
-from tests.support.served_models import decompress, export, llama, qwen3_moe, values, weight_recipe
+from tests.support.served_models import (
+    decompress,
+    export,
+    llama,
+    qwen3_moe,
+    values,
+    weight_recipe,
+    write_small_files,
+)
 
 
 @pytest.mark.parametrize(
@@ -192,9 +197,7 @@ def test_conv1d_layers_that_were_replaced_are_refused(tmp_path):
 
 
 def test_an_export_that_fails_takes_back_its_files(tmp_path, monkeypatch):
-    name = "split_state_dict_into_shards_factory"
-    small = partial(getattr(huggingface_hub, name), max_shard_size=50_000)
-    monkeypatch.setattr(huggingface_hub, name, small)
+    write_small_files(monkeypatch)
     model = llama()
     mf.quantize_(model, "mxfp8")
     write, written = safetensors.torch.save_file, []
@@ -230,9 +233,7 @@ def test_blocks_are_not_cut(tmp_path):
 @pytest.mark.parametrize("what", ["weight", "expert", "x"])
 def test_scales_that_underflow_are_named_before_a_file_is_written(what, tmp_path, monkeypatch):
     """1e-36 / 2688 has no inverse in float32. Each tensor is a file, so others would be written."""
-    name = "split_state_dict_into_shards_factory"
-    split = partial(getattr(huggingface_hub, name), max_shard_size=1)
-    monkeypatch.setattr(huggingface_hub, name, split)
+    write_small_files(monkeypatch, 1)
     model = torch.nn.Sequential(
         torch.nn.Linear(64, 64), torch.nn.Linear(64, 64), mf.MoE(64, 32, experts=4, top_k=2)
     )

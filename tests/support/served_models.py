@@ -1,8 +1,10 @@
 """Tiny models of transformers to be exported, and what a folder of one has."""
 
 import json
+from functools import partial
 from pathlib import Path
 
+import huggingface_hub
 import minifloat as mf
 import torch
 from compressed_tensors.compressors import BaseCompressor
@@ -58,6 +60,13 @@ def export(model, folder, *args, **options):
     """Exports a model; returns the folder's tensors and configuration."""
     mf.export(model, folder, *args, **options)
     return read(folder)
+
+
+def write_small_files(monkeypatch, size=50_000):
+    """Has exports write files of at most `size` bytes, or of one tensor."""
+    name = "split_state_dict_into_shards_factory"
+    small = partial(getattr(huggingface_hub, name), max_shard_size=size)
+    monkeypatch.setattr(huggingface_hub, name, small)
 
 
 def read(folder):

@@ -106,22 +106,15 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     Left out are the copies of modules that PEFT trains in their place.
     """
     _, prefix = without_peft(model)
-    wrappers, adapted = set[str](), set[str]()
+    wrappers: dict[str, tuple[str, ...]] = {}  # PEFT's modules -> the parts of names after them
     for raw, module in model.named_modules(remove_duplicate=False):
         if any(kind.__module__.startswith("peft.") for kind in type(module).__mro__):
-            wrappers.add(raw)
-        if type(module).__name__ == ADAPTED:
-            adapted.add(raw)
+            wrappers[raw] = ("model",) if type(module).__name__ == ADAPTED else PEFT_PARTS
         parts = raw.split(".")
-        of_peft = {i for i in range(len(parts)) if ".".join(parts[:i]) in wrappers}
-        if any(parts[i] == PEFT_COPIES for i in of_peft):
+        dropped = [wrappers.get(".".join(parts[:i]), ()) for i in range(len(parts))]
+        if any(part == PEFT_COPIES and of_peft for part, of_peft in zip(parts, dropped)):
             continue
-        parts = [
-            part
-            for i, part in enumerate(parts)
-            if not (i in of_peft and part in PEFT_PARTS)
-            and not (part == "model" and ".".join(parts[:i]) in adapted)
-        ]
+        parts = [part for part, of_peft in zip(parts, dropped) if part not in of_peft]
         yield f"{'.'.join(parts)}.".removeprefix(prefix)[:-1], module
 
 

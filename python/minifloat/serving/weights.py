@@ -269,9 +269,6 @@ def find(
     for raw_name, tensor in model.state_dict(keep_vars=True).items():
         name = clean_name(raw_name)
         if name in skipped:
-            if name in products:
-                layer, _ = products.pop(name)
-                found.problems[layer] = "its class leaves the weight out of checkpoints"
             continue
         if not isinstance(tensor, Tensor):
             found.problems[name] = f"a checkpoint has tensors alone, got {type(tensor).__name__}"
@@ -294,20 +291,32 @@ def find(
         empty = without_values(tensor, found.divided.get(name))
         if isinstance(tensor, nn.Parameter) and not convert({name: empty}):
             found.problems[name] = UNNAMED
-    for layer, _ in products.values():
-        found.problems.setdefault(layer, "the state dict has no tensor under its weight's name")
+    for name, (layer, _) in products.items():
+        why = "the state dict has no tensor under its weight's name"
+        if name in skipped:
+            why = "its class leaves the weight out of checkpoints"
+        found.problems.setdefault(layer, why)
     for fqn, module in model.named_modules():
         if found.by_modules and "conv1d_class" in vars(module):
             found.problems[clean_name(fqn)] = "a checkpoint has its weight as (K, N), of a Conv1D"
-    ignored: dict[str, None] = {}
-    for name, tensor in layers_of(model).items():
-        if name not in quantized:
-            names = layer_names(name, tensor, convert) or names_in_table(adapter, name)
-            ignored |= dict.fromkeys(names)
-            if found.by_modules and tensor.dim() == 2:
-                ignored[name.removesuffix(SUFFIX)] = None
-    found.ignored.extend(ignored)
+    plain = {n: t for n, t in layers_of(model).items() if n not in quantized}
+    found.ignored.extend(ignored_layers(plain, adapter, convert, found.by_modules))
     return found
+
+
+def ignored_layers(
+    plain: Mapping[str, Tensor], adapter: Any, convert: Names, by_modules: bool
+) -> list[str]:
+    """Returns the names of layers that are not quantized, each once.
+
+    plain: their weights by name.
+    """
+    names: list[str] = []
+    for name, tensor in plain.items():
+        names += layer_names(name, tensor, convert) or names_in_table(adapter, name)
+        if by_modules and tensor.dim() == 2:
+            names.append(name.removesuffix(SUFFIX))
+    return list(dict.fromkeys(names))
 
 
 def converted_weights(
