@@ -176,6 +176,28 @@ def test_a_graph_repeats_the_batch_of_its_step(cuda):
         run(batch(BAD + 1).to(cuda))
 
 
+def test_a_graph_leaves_out_a_step_of_one_optimizer(device):
+    """The other's check reads all gradients, before the first has made new ones."""
+    models = nn.ModuleList(nn.Linear(16, 16, device=device) for _ in range(2))
+    optimizers = [OPTIMIZERS["adamw"](model.parameters()) for model in models]
+    guard = StepGuard(models, optimizers, on_nonfinite="skip")
+
+    def step(x: Tensor) -> None:
+        for model, optimizer, factor in zip(models, optimizers, x):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 16, device=device)) * factor).sum().backward()
+            guard.check()
+            optimizer.step()
+
+    run = mf.GraphedStep(step, models, optimizers, warm_ups=2)
+    for _ in range(4):
+        run(torch.ones(2, device=device))
+    before = [model.weight.detach().clone() for model in models]
+    wrong = torch.tensor([math.inf, 1.0], device=device)
+    assert len(said_by(lambda: [run(wrong), guard.remove()])) == 1
+    assert [torch.equal(m.weight, w) for m, w in zip(models, before)] == [True, False]
+
+
 @pytest.mark.parametrize("bad", [0, 1])
 def test_a_graph_reports_each_of_its_checks(cuda, bad):
     """Two optimizers are checked before each step, and a check of all gradients comes between."""

@@ -196,6 +196,44 @@ def test_checks_of_one_step_are_one(fused, bad, guards):
     assert all(p.isfinite().all() for p in pair.models.parameters())
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_gradients_of_a_left_out_step_reach_no_later_check(fused):
+    """The first optimizer skips a step, and the second steps twice before the first has others."""
+    pair, plain = Pair(fused), Pair(fused)
+    guard = StepGuard(pair.models, pair.optimizers, on_nonfinite="skip")
+
+    def train(job, turns, check=lambda: None):
+        for step, i in turns:
+            job.optimizers[i].zero_grad()
+            job.backward(i, step, is_bad=step == 2)
+            check()
+            job.optimizers[i].step()
+            mf.step(job.models)
+
+    turns = [*enumerate([0, 1, 0, 1, 1, 0])]
+    (text,) = said_by(lambda: [train(pair, turns, guard.check), guard.remove()])
+    assert text.startswith("minifloat: step 3: ")
+    train(plain, [turn for turn in turns if turn[0] != 2])
+    for i in range(2):
+        require_all_same(pair.models[i].state_dict(), plain.models[i].state_dict())
+        states = [job.optimizers[i].state_dict()["state"] for job in (pair, plain)]
+        require_all_same(*({(j, n): t[j][n] for j in t for n in t[j]} for t in states))
+
+
+@pytest.mark.parametrize(("on_nonfinite", "optimizers"), [("raise", 2), ("skip", 1)])
+def test_gradients_that_stay_as_they_are(on_nonfinite, optimizers):
+    """Under "raise", for whoever looks for the fault; and of one optimizer, which need no write."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    parameters = [[*model.parameters()]] if optimizers == 1 else [m.parameters() for m in model]
+    made = [torch.optim.SGD(p, lr=1.0, fused=True) for p in parameters]
+    guard = StepGuard(model, made, on_nonfinite=on_nonfinite)
+    (model(torch.ones(2, 4)).sum() * math.inf).backward()
+    guard.check()
+    for optimizer in made:
+        optimizer.step()
+    assert not any(p.grad.isfinite().all() for p in model.parameters())
+
+
 def test_a_step_after_the_one_that_was_left_out_is_whole():
     model = built("fp8_delayed")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -36,6 +36,7 @@ from .guarded_optimizers import (
     parameters_of,
     reads_flag,
     require_optimizers,
+    zero_gradients,
 )
 
 RAISE, SKIP = "raise", "skip"
@@ -122,8 +123,8 @@ class StepGuard:
         self._captured: list[Written] = []
         self._sent: list[tuple[int, Written]] = []  # steps to report, their flags on the host
         # Neither is traced where a step is compiled.
-        self._check, back = map(torch.compiler.disable, (self._check_eagerly, self._take_back))
-        self._handles = [o.register_step_post_hook(back) for o in self._optimizers]
+        self._check, end = map(torch.compiler.disable, (self._check_eagerly, self._end_step))
+        self._handles = [o.register_step_post_hook(end) for o in self._optimizers]
         guards[self] = None
 
     def check(self, *batches: Any) -> None:
@@ -231,10 +232,20 @@ class StepGuard:
         self._handles, self._sent, self._captured = [], [], []
         guards.pop(self, None)
 
-    def _take_back(self, optimizer: Optimizer, *_: object) -> None:
-        """Takes the flag from an optimizer after its step: the next one may have no check."""
-        if getattr(optimizer, "found_inf", None) is self._flag:
+    def _end_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Takes the flag back after a step, and under "skip" zeroes the gradients of one left out.
+
+        The checks of other optimizers' steps read all gradients, and would find them again.
+        """
+        if self._take_back(optimizer) and not self._raises and len(self._optimizers) > 1:
+            zero_gradients(optimizer, self._flag)
+
+    def _take_back(self, optimizer: Optimizer) -> bool:
+        """Takes the flag from an optimizer that has it: its next step may have no check."""
+        has_flag = getattr(optimizer, "found_inf", None) is self._flag
+        if has_flag:
             del optimizer.found_inf  # type: ignore[attr-defined]
+        return has_flag
 
     @torch.no_grad()
     def _read_gradients(self, batches: tuple[Any, ...], is_captured: bool) -> Written:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..nn.registry import is_distributed
+from ..nn.state.guarded_steps import flag_on
 from ..private_torch import norms_of
 from ..tensor.quantized_tensor import QuantizedTensor
 
@@ -78,6 +79,19 @@ def make_momentum(optimizer: Optimizer) -> None:
             for p in group["params"]:
                 if p.grad is not None and optimizer.state[p].get("momentum_buffer") is None:
                     optimizer.state[p]["momentum_buffer"] = torch.full_like(p, -0.0)
+
+
+@torch.no_grad()
+def zero_gradients(optimizer: Optimizer, flag: Tensor) -> None:
+    """Zeroes an optimizer's gradients where a flag, float32 (), is 1, by kernels alone."""
+    mask = flag.bool()
+    for parameter in parameters_of(optimizer):
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        if is_distributed(gradient):
+            gradient = gradient.to_local()
+        gradient.masked_fill_(flag_on(gradient.device, mask), 0)
 
 
 def local_gradients(
