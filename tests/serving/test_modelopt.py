@@ -68,3 +68,76 @@ def test_documented_arithmetic_gives_the_values(recipe, tmp_path):
         algorithm, 16 if "NV" in algorithm else None
     )
     assert known["quant_method"] == "modelopt"
+
+
+# ---- what vLLM 0.33.0 does not read --------------------------------------------------------------
+
+
+def refuse(model, folder, refused, *texts):
+    """Requires an error that names these layers alone, and no folder."""
+    with pytest.raises(ValueError, match="export: expected a model that can be written") as error:
+        mf.export(model, folder, "modelopt")
+    lines = str(error.value).splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines] == refused
+    assert all(text in line for line in lines for text in texts)
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("recipe", ["fp8_rowwise", "fp8_blockwise"])
+@pytest.mark.parametrize("others", ["", "0: mxfp8"])
+def test_experts_with_a_scale_a_row_or_block_are_refused(recipe, others, tmp_path):
+    """ModelOptFp8MoEMethod has one scale a matrix; among several formats no method has ours."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(128, 128), mf.MoE(128, 128, experts=2, top_k=1))
+    mf.quantize_(model, f"*: {recipe}; {others}".rstrip("; "), keep="nothing")
+    experts = [f"1.experts.{name}" for name in ("w1", "w3", "w2")]
+    texts = f"got {ALGORITHMS[recipe]}; ", "format='compressed-tensors' takes it"
+    refuse(model, tmp_path / "out", experts, "expected experts as NVFP4 or W4A16_NVFP4 ", *texts)
+    mf.export(model, tmp_path / "out")
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_tensorwise"])
+def test_experts_in_other_formats_are_written(recipe, tmp_path):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(mf.MoE(64, 32, experts=2, top_k=1))
+    mf.quantize_(model, recipe, keep="nothing")
+    amaxes = None if recipe == "mxfp8" else mf.calibrate(model, [torch.randn(32, 64)])
+    tensors, _ = export(model, tmp_path / "out", "modelopt", amaxes=amaxes)
+    ends = {*layer(tensors, "0.experts.1.w2")}
+    assert ends - {"weight_scale_2", "input_scale"} == {"weight", "weight_scale"}
+    assert ("weight_scale_2" in ends) == (recipe == "nvfp4")
+    assert ("input_scale" in ends) == (amaxes is not None)
+
+
+def test_vision_towers_of_one_format_are_refused(tmp_path):
+    """vLLM reads them in high precision, except where each layer has a quant_algo of its own."""
+
+    def build(recipe):
+        blocks = {n: torch.nn.Sequential(torch.nn.Linear(64, 64)) for n in ("vision_tower", "text")}
+        model = torch.nn.ModuleDict(blocks)
+        mf.quantize_(model, recipe, keep="nothing")
+        return model
+
+    texts = "expected vision_tower unconverted", "got MXFP8; format='compressed-tensors'"
+    refuse(build("mxfp8"), tmp_path / "out", ["vision_tower.0"], *texts)
+    _, config = export(build("*: mxfp8; text.*: fp8_rowwise"), tmp_path / "mixed", "modelopt")
+    layers = config["quantization_config"]["quantized_layers"]
+    assert layers["vision_tower.0"] == {"quant_algo": "MXFP8", "group_size": 32}
+    assert layers["text.0"] == {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}
+    _, config = export(build("*: mxfp8; vision_tower.*: bf16"), tmp_path / "left", "modelopt")
+    assert config["quantization_config"]["ignore"] == ["vision_tower.0"]
+    mf.export(build("mxfp8"), tmp_path / "out")
+
+
+def test_blocks_that_would_lie_across_joined_layers_are_refused(tmp_path):
+    """vLLM begins a joined layer's scales with a block, and pads the last block of all."""
+    model = llama()  # q, k and v have 128, 64 and 64 rows
+    mf.quantize_(model, "fp8_blockwise", keep="nothing")
+    refused = "model.layers.0.self_attn.k_proj"
+    refuse(model, tmp_path / "out", [refused], "a multiple of 128", "got 64; other recipes")
+    mf.export(model, tmp_path / "out")
+    sizes = {"q_a_proj": 256, "kv_a_proj_with_mqa": 192, "other": 192}
+    model = torch.nn.ModuleDict({n: torch.nn.Linear(128, size) for n, size in sizes.items()})
+    mf.quantize_(model, "fp8_blockwise", keep="nothing")
+    tensors, _ = export(model, tmp_path / "padded", "modelopt")
+    assert all(tensors[f"{name}.weight_scale"].shape == (2, 1, 1, 1) for name in sizes)

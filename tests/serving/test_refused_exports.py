@@ -34,7 +34,7 @@ from tests.support.served_models import (
         (weight_recipe("e4m3/128x128", "e4m3/row"), {}, "no server casts x as e4m3/row"),
         (weight_recipe("mxfp4", "nvfp4/row"), {}, "no server casts x as nvfp4/row"),
         ("nvfp4", {}, "pass amaxes=mf.calibrate(model, batches), or weight_only=True"),
-        ("mxfp4", {"format": "modelopt"}, "ModelOpt has no name"),
+        ("mxfp4", {"format": "modelopt"}, "x cast by group; format='compressed-tensors'"),
         ("fp8_tensorwise", {"format": "modelopt"}, "ModelOpt has no name"),
     ],
 )

@@ -1,7 +1,8 @@
 """config.json of a served folder: what a loader must know of the codes.
 
 One group of layers is called `Linear`, and what it leaves out is ignored. Several groups name their
-layers; the experts of one parameter are named by one pattern.
+layers; the experts of one parameter are named by one pattern. `unread_in_modelopt` finds the layers
+that vLLM does not read in ModelOpt's format.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
 from .._version import __version__
+from ..nn.names import join
+from ..nn.shared_amax import fused_group
 from .read_checkpoint import Source, read_json
-from .schemes import COMPRESSED_TENSORS, MODELOPT, Storage
-from .weights import Found, Weight, is_transformers, pattern_of
+from .schemes import COMPRESSED_TENSORS, EXPERTS, IN_HIGH_PRECISION, MODELOPT, Storage
+from .weights import Found, Part, Weight, is_transformers, pattern_of
 
 PRODUCER = {"name": "minifloat", "version": __version__}
+OTHER_FORMAT = f"format={COMPRESSED_TENSORS!r} takes it"
 
 
 def groups_of(weights: Sequence[Weight]) -> list[tuple[Storage, list[Weight]]]:
@@ -105,6 +109,61 @@ def modelopt_config(found: Found) -> dict[str, Any]:
         quantization = {"quant_algo": "MIXED_PRECISION", **common}
         quantization["quantized_layers"] = {name: layers[name] for name in names}
     return {"producer": PRODUCER, "quantization": quantization}
+
+
+def unread_in_modelopt(found: Found) -> dict[str, str]:
+    """Returns why vLLM 0.33.0 does not read layers in ModelOpt's format, by the layer's name."""
+    is_mixed = len(groups_of(found.weights)) > 1
+    names = {part.name for weight in found.weights for part in weight.parts}
+    problems = {}
+    for weight in found.weights:
+        if weight.storage.algorithm is None:
+            inputs = weight.storage.inputs
+            how = "no scale of x" if inputs is None else f"x cast by {inputs['strategy']}"
+            recipe = weight.state.recipe.fprop
+            problems[weight.layer] = f"ModelOpt has no name for {recipe} with {how}; {OTHER_FORMAT}"
+            continue
+        reasons = (unread_part(part, weight.storage, names, is_mixed) for part in weight.parts)
+        if why := next(filter(None, reasons), None):
+            problems[weight.layer] = why
+    return problems
+
+
+def unread_part(part: Part, storage: Storage, names: Collection[str], is_mixed: bool) -> str | None:
+    """Returns why vLLM does not read a layer in ModelOpt's format; None: it does.
+
+    Args:
+        part: the layer.
+        storage: of the layer, with a quant_algo.
+        names: of all quantized layers.
+        is_mixed: whether these have several quant_algos.
+    """
+    algorithm, block = storage.algorithm, storage.scheme.block
+    if algorithm not in EXPERTS and re.search(r"(^|\.)experts\.\d+\.", part.name):
+        known = " or ".join(EXPERTS)
+        return f"expected experts as {known}, for vLLM, got {algorithm}; {OTHER_FORMAT}"
+    module = next((module for module in IN_HIGH_PRECISION if module in part.name), None)
+    if module is not None and not is_mixed:
+        return (
+            f"expected {module} unconverted, as vLLM reads it in high precision, got {algorithm}; "
+            f"{OTHER_FORMAT}"
+        )
+    if block and len(part.rows) % block[0] and is_joined_with_next(part.name, names):
+        return (
+            f"expected outputs as a multiple of {block[0]}, as vLLM joins the layer with one after "
+            f"it, got {len(part.rows)}; other recipes have no such limit"
+        )
+    return None
+
+
+def is_joined_with_next(name: str, names: Collection[str]) -> bool:
+    """Tells whether servers compute a layer as one with a layer of these names that follows it."""
+    group = fused_group(name)
+    if group is None:
+        return False
+    parent, leaves = group
+    after = leaves[leaves.index(name.rpartition(".")[2]) + 1 :]
+    return any(join(parent, leaf) in names for leaf in after)
 
 
 def embedded_modelopt_config(found: Found) -> dict[str, Any]:

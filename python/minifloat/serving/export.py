@@ -35,7 +35,7 @@ from ..nn.registry import require_layers_of_torch
 from ..spec import Spec
 from ..tensor.quantized import Quantized
 from .codes import input_tensors, tensors_of
-from .configuration import write_configuration, write_json
+from .configuration import unread_in_modelopt, write_configuration, write_json
 from .ranks import (
     first_difference,
     is_writer,
@@ -182,13 +182,10 @@ def problems_of(
 ) -> dict[str, str]:
     """Returns why the model cannot be written, by the layer's or the argument's name."""
     problems = dict(found.problems)
+    if format == MODELOPT:
+        problems |= unread_in_modelopt(found)
     for weight in found.weights:
-        if format == MODELOPT and weight.storage.algorithm is None:
-            state = weight.state.recipe.fprop
-            inputs = weight.storage.inputs
-            how = "no scale of x" if inputs is None else f"x cast by {inputs['strategy']}"
-            problems[weight.layer] = f"ModelOpt has no name for {state} with {how}"
-        elif not weight.is_finite():
+        if weight.layer not in problems and not weight.is_finite():
             problems[weight.layer] = "its weight has Inf or NaN"
     problems |= {n: "it has no values, on meta" for n, t in found.others.items() if t.is_meta}
     known = {weight.layer for weight in found.weights} | set(found.problems)

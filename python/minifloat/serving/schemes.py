@@ -145,6 +145,9 @@ ALGORITHMS = (
     ("float-quantized", "channel", TOKEN, "FP8_PER_CHANNEL_PER_TOKEN"),
     ("float-quantized", "block", GROUP_128, "FP8_PB_WO"),
 )
+EXPERTS = ("NVFP4", "W4A16_NVFP4", "MXFP8", "FP8")  # of these, those that vLLM reads experts in
+# Modules that vLLM reads in high precision, whatever a folder of one quant_algo has of them.
+IN_HIGH_PRECISION = ("vision_tower", "vision_model", "vit_large_projector")
 
 
 @dataclass(frozen=True)
