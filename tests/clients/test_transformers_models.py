@@ -120,6 +120,19 @@ def test_replaced_conv1d_trains_and_returns_to_its_format():
     assert torch.allclose(loss_of(plain.eval()), wanted, rtol=1e-6)
 
 
+def test_a_forward_that_a_wrapper_keeps_is_restored():
+    """Of a square weight, which nn.Linear's forward would take for its transpose."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Conv1D(32, 32)), torch.randn(4, 32)
+    want = model(x)
+    mf.quantize_(replace_conv1d_(model), "mxfp8", keep="nothing")
+    kept = model[0].forward
+    model[0].forward = lambda x: kept(x)
+    assert not torch.equal(model(x), want)
+    restore_conv1d_(mf.restore_(model))
+    assert torch.equal(model(x), want)
+
+
 class Tied(nn.Module):
     """Conv1D layers under two names, and with one weight."""
 

@@ -160,6 +160,22 @@ def test_conversion_keeps_the_model_and_restore_undoes_it(name, recipe):
     assert all(torch.equal(a, b) for a, b in zip(run(model, tokens()), before))
 
 
+@pytest.mark.parametrize("name", [*BLOCKS, "named"])
+def test_a_forward_that_a_wrapper_keeps_is_restored(name):
+    """As accelerate's hooks keep it."""
+    torch.manual_seed(0)
+    model = model_of(Batched() if name == "named" else BLOCKS[name]())
+    x = torch.randn(E, 6, D) if name == "named" else tokens()
+    experts = model[0] if name == "named" else model[0].experts
+    want = model(x)
+    mf.quantize_(model, "mxfp8", experts={"*": ["inputs", "outputs"]} if name == "named" else None)
+    kept = experts.forward
+    experts.forward = lambda *args, **kwargs: kept(*args, **kwargs)
+    assert not torch.equal(model(x), want)
+    mf.restore_(model)
+    assert torch.equal(model(x), want)
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_bf16_products_of_converted_experts_equal_the_unconverted(name):
     """Under a recipe without quantization only sums are in another order."""

@@ -357,6 +357,19 @@ def test_kept_copied_and_restored():
     assert type(mf.restore_(copies[-1])[0]) is FeedForward
 
 
+def test_a_forward_that_a_wrapper_keeps_is_restored(calls):
+    """As accelerate's hooks keep it."""
+    model = nn.Sequential(FeedForward(), Mlp(nn.GELU(), bias=False))
+    want = model(hidden().float())
+    mf.quantize_(model, "mxfp8", fuse=True)
+    for part in model:
+        part.forward = functools.partial(lambda kept, *args: kept(*args), part.forward)
+    assert not torch.equal(model(hidden().float()), want)
+    assert len(calls) == 2
+    mf.restore_(model)
+    assert torch.equal(model(hidden().float()), want)
+
+
 def test_two_calls_for_one_model():
     model = nn.Sequential(FeedForward(), FeedForward()).bfloat16()
     first = mf.quantize_(model, "mxfp8", filter_fqns=["1."], fuse=True)

@@ -241,6 +241,27 @@ def test_experts_multiply_as_scaled_grouped_mm(recipe):
     run(check_experts, recipe)
 
 
+def check_kept_forward():
+    from torchtitan.models.moe import moe
+
+    experts = moe.GroupedExperts(64, 96, 4, use_grouped_mm=False)
+    with torch.no_grad():
+        experts.init_weights(0.05)
+    holder = torch.nn.ModuleDict({"experts": experts})
+    call = torch.randn(48, 64), torch.tensor([5, 0, 33, 10])
+    want = experts(*call)
+    mf.quantize_(holder, "mxfp8")
+    kept = experts.forward
+    experts.forward = lambda *args: kept(*args)
+    assert not torch.equal(experts(*call), want)
+    mf.restore_(holder)
+    assert torch.equal(experts(*call), want)
+
+
+def test_a_forward_that_a_wrapper_keeps_is_restored():
+    run(check_kept_forward)
+
+
 # ---- What is refused -----------------------------------------------------------------------------
 def check_settings():
     for options, message in [

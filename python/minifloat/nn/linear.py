@@ -83,7 +83,7 @@ class Linear(LinearState, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if not isinstance(self, Linear):  # a wrapper has kept this method past mf.restore_
-            return nn.Linear.forward(self, input)
+            return type(self).forward(self, input)
         weight = parameter_of(self, "weight")
         if is_distributed(weight):
             weight_sums(self, weight)  # raises an error under `accumulate`
