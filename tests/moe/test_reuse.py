@@ -36,12 +36,15 @@ def products(model: nn.Module) -> int:
     return sum(isinstance(m, GroupedProduct) for m in model.modules())
 
 
-def step(model: nn.Module, optimizer, is_checkpointed: bool = False) -> list[torch.Tensor]:
+def step(
+    model: nn.Module, optimizer, is_checkpointed: bool = False, autocast: bool = False
+) -> list[torch.Tensor]:
     """Runs three micro-batches and a step, and returns outputs and gradients."""
     outputs = []
     for count in (24, 12, 24):
         x = tokens(count).requires_grad_()
-        y = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = checkpoint(model, x, use_reentrant=False) if is_checkpointed else model(x)
         y.square().sum().backward()
         outputs += [y.detach(), x.grad]
     outputs += [p.grad.clone() for p in model.parameters()]
@@ -65,6 +68,15 @@ def test_micro_batches_quantize_weights_once_a_step(name, recipe, is_checkpointe
             if model is models[0] and i > 0:
                 assert casts == products(model)
         assert casts > 3 * products(models[1]) - 1  # the twin's
+        assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gradients_under_autocast_do_not_depend_on_reuse(name):
+    models = pair(name, "mxfp8")
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
+    for _ in range(2):
+        results = [step(*both, autocast=True) for both in zip(models, optimizers)]
         assert all(torch.equal(a, b) for a, b in zip(*results))
 
 

@@ -237,7 +237,8 @@ GroupedGradients group_gradients(Tensor grad, const Tensor& a, const Tensor& b, 
   needs.dx = needed[0], needs.any_dw = needed[1], needs.dw = {needed[1]}, needs.db = {needed[2]};
   Layers layer = layer_of(call, b);
   layer.groups->table = table_of(call, offs, a.sym_size(0));
-  const SavedLayers read(layer, call.recipe, a.scalar_type());
+  SavedLayers read(layer, call.recipe, a.scalar_type());
+  read.product_dtypes = read.weight_dtypes;  // autocast casts no matrix of the experts' op
   const auto cast_of_a = [&](const Rows& rows) {
     Layers of_rows = layer;
     of_rows.prequantized.x = rows.operands;

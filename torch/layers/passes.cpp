@@ -359,10 +359,12 @@ Tensor weight_gradient(const SavedLayers& layers, std::size_t i, const Quantized
                        const at::Device& device, std::size_t edge) {
   const PlannedProduct wgrad = layers.wgrad(device);
   const ProductInput of_g = product_input(layers.recipe, g, col);
+  const auto product = [&](const Groups& groups) {
+    return to_dtype(scaled_mm(wgrad, of_g, x, m, std::nullopt, layers.product_dtypes[i], groups),
+                    layers.weight_dtypes[i]);
+  };
   if (layers.groups)
-    return scaled_mm(wgrad, of_g, x, m, std::nullopt, layers.weight_dtypes[i],
-                     groups_of(layers.groups, wgrad_unit(layers.recipe)))
-        .transpose(-2, -1);
+    return product(groups_of(layers.groups, wgrad_unit(layers.recipe))).transpose(-2, -1);
   const Tensor main_grad = layers.main_grads.empty() ? Tensor() : layers.main_grads[i];
   if (const WeightSum sum = sum_of_weight(layers.accumulation, main_grad, edge);
       sum.tensor.defined()) {
@@ -374,8 +376,7 @@ Tensor weight_gradient(const SavedLayers& layers, std::size_t i, const Quantized
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     return scaled_mm(wgrad, of_g, x, m, std::nullopt, at::kFloat);
   }
-  return to_dtype(scaled_mm(wgrad, of_g, x, m, std::nullopt, layers.product_dtypes[i]),
-                  layers.weight_dtypes[i]);
+  return product({});
 }
 
 Tensor bias_gradient(const SavedLayers& layers, int bias, const Tensor& g) {
