@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.fsdp import test_gradient_codes as gradients
+from tests.distributed.fsdp.test_gathered_copies import check_saved_copies
 from tests.distributed.tensor_parallel.test_tensor_parallel_primary import check_primary_layers
 from tests.distributed.tensor_parallel.test_tensor_parallel_reuse import check_reuse
 from tests.distributed.test_faults import LOST, check_goes_on, die, lose_a_rank_in_a_checkpoint
@@ -121,6 +122,10 @@ def check_gathered(rank: int, kind: str) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gathered_weights(device, ranks):
     run_ranks(device, check_gathered, device.type, ranks=ranks)
+
+
+def test_saved_tensors_are_copied_between_the_passes(device):
+    run_ranks(device, check_saved_copies, device.type)
 
 
 class Late(nn.Module):

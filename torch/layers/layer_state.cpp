@@ -1,6 +1,8 @@
 #include "layers/layer_state.h"
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/ScalarType.h>
 
 #include "layers/double_backward.h"
@@ -24,6 +26,11 @@ constexpr const char* kWeightOperands =
 constexpr c10::DispatchKeySet kBatchedKeys({c10::DispatchKey::FuncTorchBatched,
                                             c10::DispatchKey::Batched});
 
+// Returns whether a tensor's memory is freed, as FSDP2 does until it gathers a weight's codes.
+bool is_freed(const Tensor& t) {
+  return t.defined() && bridge::is_real(t) && t.numel() > 0 && t.storage().nbytes() == 0;
+}
+
 std::uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : t._version(); }
 
 }  // namespace
@@ -37,6 +44,20 @@ void LayerState::add_rng(at::TensorList states) { add(states, kRng); }
 void LayerState::add_histories(at::TensorList histories) { add(histories, kHistory); }
 void LayerState::add_weight_operands(at::TensorList operands) { add(operands, kWeightOperands); }
 
+void LayerState::keep_freed(std::vector<Tensor>& saved) {
+  if (at::SavedTensorDefaultHooks::get_tls_state().stack.empty()) return;
+  for (std::size_t first = 0; first < saved.size(); ++first) {
+    if (!is_freed(saved[first])) continue;
+    for (std::size_t i = first; i < first + 3; ++i) {  // codes, scale and amax: ForwardPass::save
+      Tensor& t = saved[i];
+      if (!t.defined() || t.numel() == 0) continue;
+      add_weight_operands(t);
+      const Tensor in_place = at::empty({}, t.options()).expand(t.sizes());
+      freed_.emplace_back(i, std::exchange(t, in_place));
+    }
+  }
+}
+
 std::vector<Tensor> LayerState::saved_tensors(torch::autograd::AutogradContext& context,
                                               const std::vector<Tensor>& grads) const {
   for (const Tensor& g : grads)
@@ -47,6 +68,7 @@ std::vector<Tensor> LayerState::saved_tensors(torch::autograd::AutogradContext& 
         "torch.func.vjp, jacrev and vmap of the function itself");
   // May run a checkpointed forward pass again, which records its own graph.
   std::vector<Tensor> saved = context.get_saved_variables();
+  for (const auto& [i, codes] : freed_) saved[i] = codes;
   for (const Read& read : reads_)
     TORCH_CHECK(version_of(read.tensor) == read.version, op_, read.error);
   for (const Tensor& t : saved)
@@ -66,6 +88,7 @@ struct LayerFunction : torch::autograd::Function<LayerFunction> {
   static List forward(Context* ctx, at::TensorList, c10::function_ref<ForwardResult()> run) {
     const at::AutoDispatchBelowADInplaceOrView below;
     ForwardResult result = run();
+    result.state->keep_freed(result.saved);
     ctx->save_for_backward(std::move(result.saved));
     ctx->saved_data[kState] = c10::IValue::make_capsule(std::move(result.state));
     return std::move(result.outputs);

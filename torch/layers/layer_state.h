@@ -21,6 +21,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <utility>
 #include <vector>
 
 #include "layers/operands.h"
@@ -38,6 +39,12 @@ class LayerState : public torch::CustomClassHolder {
   void add_rng(at::TensorList states);
   void add_histories(at::TensorList histories);
   void add_weight_operands(at::TensorList operands);
+
+  // Keeps what autograd's hooks on saved tensors, such as save_on_cpu, cannot copy yet: a weight's
+  // codes whose memory FSDP2 frees until backward, and their scale and amax, which are written
+  // then. The hooks get tensors of the same shapes, without values, by which checkpoints compare
+  // both forward passes.
+  void keep_freed(std::vector<Tensor>& saved);
 
   // Returns the gradients of the inputs that differentiate() got, in their order; undefined where
   // there is none. saved, grads: of the forward pass and of its results
@@ -64,6 +71,7 @@ class LayerState : public torch::CustomClassHolder {
   const char* op_;
   const PreparedRecipe& recipe_;
   c10::SmallVector<Read, 2> reads_;
+  std::vector<std::pair<std::size_t, Tensor>> freed_;  // places in saved
 };
 
 // What a forward pass leaves: its results, the tensors that backward reads, and its state.

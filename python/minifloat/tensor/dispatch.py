@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import partial, wraps
 from itertools import accumulate
 from typing import NoReturn
 
@@ -16,7 +16,7 @@ from ..spec import Spec
 from .directions import map_tensors, slice_elements
 from .memory import refuse_memory
 from .quantized import Operand, Quantized, raw_scale
-from .quantized_tensor import NOMINAL_DTYPES, OTHERS, Op, QuantizedTensor, handles
+from .quantized_tensor import NOMINAL_DTYPES, OTHERS, Handler, Op, QuantizedTensor, handles
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
@@ -135,7 +135,18 @@ def alias(func: Op, x: QuantizedTensor) -> QuantizedTensor:
     return out
 
 
+def copies_codes(handler: Handler) -> Handler:
+    """Gives a copy of codes that the tensor does not own the values: their memory may be freed."""
+
+    @wraps(handler)
+    def copy(func: Op, x: QuantizedTensor, *args: object, **options: object) -> object:
+        return handler(func, x, *args, **options) if x.owns_codes else NotImplemented
+
+    return copy
+
+
 @handles(aten.clone.default)
+@copies_codes
 def clone(func: Op, x: QuantizedTensor, *, memory_format: object = None) -> QuantizedTensor:
     """Copies the codes."""
     return x._map(lambda part: map_tensors(part, torch.clone))
@@ -154,13 +165,15 @@ def to_copy(
     """Copies the codes to a device or nominal dtype; another dtype has the values."""
     if dtype is not None and dtype not in NOMINAL_DTYPES:
         return NotImplemented
-    if not x.owns_codes and device in (None, x.device):
-        return x._map(lambda part: part, dtype)
+    if not x.owns_codes:
+        is_cast = device in (None, x.device)
+        return x._map(lambda part: part, dtype) if is_cast else NotImplemented
     move = partial(Tensor.to, device=device, non_blocking=non_blocking, copy=True)
     return x._map(lambda part: map_tensors(part, move), dtype)
 
 
 @handles(aten._pin_memory.default)
+@copies_codes
 def pin_memory(func: Op, x: QuantizedTensor, *device: object, **options: object) -> QuantizedTensor:
     """Copies the codes to pinned memory."""
     return x._map(lambda part: map_tensors(part, lambda t: func(t, *device, **options)))
@@ -173,6 +186,7 @@ def is_pinned(func: Op, x: QuantizedTensor, *device: object, **options: object) 
 
 
 @handles(aten.empty_like.default)
+@copies_codes
 def empty_like(
     func: Op,
     x: QuantizedTensor,
@@ -264,6 +278,7 @@ def copy_slice(x: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedT
 
 @handles(aten.split.Tensor, aten.split_with_sizes.default)
 @handles(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
+@copies_codes
 def split(
     func: Op, x: QuantizedTensor, sizes: int | Sequence[int], dim: int = 0
 ) -> list[QuantizedTensor]:
@@ -280,6 +295,7 @@ def split(
 
 
 @handles(aten.slice.Tensor)
+@copies_codes
 def slice_(
     func: Op,
     x: QuantizedTensor,

@@ -12,9 +12,10 @@ Other scales are small and are not freed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from inspect import signature
 from types import BuiltinMethodType, MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -168,13 +169,22 @@ RELAID = (
 
 
 class GatheredWeight(QuantizedTensor):
-    """A quantized weight whose codes are in FSDP2's memory. A copy would keep that memory.
+    """A quantized weight whose codes are in FSDP2's memory. A copy has the values.
 
     The directions are never replaced: a compiled block reads their tensors from attributes at each
     call. A tensor that both directions have is read once.
     """
 
     owns_codes = False
+
+    def _write(self, source: Tensor) -> NoReturn:
+        raise ValueError(
+            "QuantizedTensor: expected a write to a parameter's shard, got one to the weight that "
+            "FSDP2 gathered from it, whose codes it frees; call reshard() of the module before"
+        )
+
+    def __reduce_ex__(self, protocol: object) -> object:
+        return self.dequantize().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def _hold(self, rowwise: Quantized | None, columnwise: Quantized | None) -> None:
         super()._hold(rowwise, columnwise)
@@ -196,6 +206,22 @@ class GatheredWeight(QuantizedTensor):
             if name not in inner:
                 inner = {**inner, name: inner[in_row(name)]}
         return super().__tensor_unflatten__(inner, context, outer_size, outer_stride)
+
+
+def cast_of_values(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a method of torch.Tensor whose result never shares codes, as layers' own casts do."""
+
+    @wraps(cast)
+    def cast_values(weight: GatheredWeight, *args: Any, **options: Any) -> Any:
+        out = cast(weight, *args, **options)
+        shares_codes = isinstance(out, GatheredWeight) and out is not weight
+        return cast(weight * 1, *args, **options) if shares_codes else out  # autograd records it
+
+    return cast_values
+
+
+for _name in ("to", "type", "type_as", "float", "bfloat16"):
+    setattr(GatheredWeight, _name, cast_of_values(getattr(Tensor, _name)))
 
 
 def in_row(name: str) -> str:
