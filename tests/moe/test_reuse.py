@@ -98,3 +98,12 @@ def test_evaluation_quantizes_weights_once(name, recipe):
     for p in twin.parameters():
         p.data.mul_(2)
     assert all(torch.equal(a, b) for a, b in zip(evaluate(model), evaluate(twin)))
+
+
+@pytest.mark.parametrize("name", ["grouped_mm method", "another activation"])  # not mf.grouped_mlp
+def test_a_trace_has_no_codes(name):
+    model = pair(name, "mxfp8")[0].eval()
+    traced = torch.jit.trace(model, tokens(24), check_trace=False)
+    for p in model.parameters():
+        p.data.mul_(2)
+    assert torch.equal(traced(tokens(24)), model(tokens(24)))

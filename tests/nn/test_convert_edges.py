@@ -198,6 +198,34 @@ def test_a_computed_weight_stays_in_a_restored_layer(add, remove):
     assert isinstance(model[0].weight, nn.Parameter)
 
 
+@pytest.mark.parametrize("norm", [spectral_norm, parametrizations.spectral_norm])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.to("cpu"),
+        lambda model: model.bfloat16(),
+        lambda model: model.load_state_dict(model.state_dict()),
+        lambda model: model.load_state_dict(model.state_dict(), assign=True),
+        lambda model: setattr(model[0], "recipe", "nvfp4"),
+    ],
+)
+def test_a_change_computes_no_weight(norm, change):
+    """Runs no power iteration, as a plain nn.Linear runs none: u and v are those of the twin."""
+    model, twin = sequential(), sequential()
+    convert(model, "nvfp4")
+    for m in (model, twin):
+        torch.manual_seed(2)  # of spectral_norm's start
+        norm(m[0])
+    before = [b.clone() for b in model.buffers()]
+    change(model)
+    change(twin)
+    assert model.training
+    assert before
+    for a, b, c in zip(before, model.buffers(), twin.buffers(), strict=True):
+        assert torch.equal(b, c)
+        assert torch.equal(a.to(b.dtype), b)
+
+
 def test_replicas_under_delayed_scaling_are_refused():
     model = nn.Sequential(nn.Linear(32, 32))
     mf.quantize_(model, "fp8_delayed", keep="nothing")

@@ -168,3 +168,13 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
     } | change
     with pytest.raises(ValueError, match=message):
         ops.mlp(**arguments)
+
+
+def test_a_trace_computes_layer_by_layer() -> None:
+    model = mf.MLP(64, 96, gated=True, activation="silu", bias=True).bfloat16().eval()
+    assert mf.quantize_(model, "mxfp8", keep="nothing", fuse=True).fused
+    x = torch.randn(2, 30, 64, dtype=torch.bfloat16)
+    traced = torch.jit.trace(model, x, check_trace=False)
+    for p in model.parameters():
+        p.data.mul_(2)
+    assert torch.equal(traced(x), model._layer_by_layer(x))

@@ -221,3 +221,23 @@ def test_a_forward_that_nothing_can_follow_changes_no_state(make):
     assert mf.training_state(root)["rng"].tolist() == [0, 0]
     root(torch.zeros(ROWS, WIDTH))
     assert mf.training_state(root)["rng"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize("function", [None, Tiled, Decorated])
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_a_function_that_has_no_backward_changes_no_state(function, needs_grad, is_enabled):
+    """Its inputs need no gradient, or no_grad is around it: None is torch's own checkpoint."""
+    root = converted(Mlp())
+    x = inputs(1)[0].detach().requires_grad_(needs_grad)
+    with torch.no_grad():
+        want = root[0](x)
+    with torch.set_grad_enabled(is_enabled):
+        if function is None:
+            y = checkpoint(root[0], x, use_reentrant=True)
+        else:
+            y = function.apply(root[0], 1, x)
+    has_backward = needs_grad and is_enabled
+    assert y.requires_grad == has_backward
+    assert torch.equal(y, want) == (not has_backward)  # which draws new bits
+    assert mf.training_state(root)["rng"].tolist() == [0, int(has_backward)]

@@ -149,3 +149,13 @@ def test_hooks_see_every_projection():
         layer_.register_forward_hook(lambda m, i, o, name=name: seen.append(name))
     model.attention(hidden(), TABLE)
     assert seen == ["wq", "wk", "wv"]
+
+
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_a_trace_has_no_shared_codes(has_gradients):
+    model = attention("mxfp8").eval()
+    with torch.set_grad_enabled(has_gradients):
+        traced = torch.jit.trace(model.attention, (hidden(), TABLE), check_trace=False)
+        for seed in (1, 2):
+            x = hidden(seed)
+            require_same_numbers(traced(x, TABLE), model.attention(x, TABLE))

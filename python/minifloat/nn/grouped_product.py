@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._native import ops
+from ..private_torch import tracing_state
 from ..recipe import Recipe, operand_names
 from ..spec import Spec
 from ..tensor.attributes import attributes_kept
@@ -185,7 +186,8 @@ class GroupedProduct(RecipeState):
                 w = local.mT if is_row_major else local
                 operands = ops.layer_operands.default(w, text, "w", amax_history=history)
         elif not isinstance(local, QuantizedTensor):
-            cache = None if x.is_meta else self.cache_of(weight)
+            has_cache = not x.is_meta and tracing_state() is None  # whose codes are constants
+            cache = self.cache_of(weight) if has_cache else None
             w = local.mT if is_row_major else local
             w = w.flatten(1, 2) if w.dim() == 4 else w
             operands = self.cached_operands(

@@ -103,9 +103,10 @@ class LinearState(RecipeState):
         elif isinstance(weight, QuantizedTensor):
             history = given.get("amax_history")
             given["weight_operands"] = weight_operands(weight, self.recipe, has_dgrad, history)
-        if not is_compiling and type(input) is Tensor and not input.is_meta:
+        can_reuse = not is_compiling and type(input) is Tensor and not input.is_meta
+        if can_reuse and tracing_state() is None:  # else codes are constants
             cache = self.weight_codes
-            if cache is not None and tracing_state() is None:  # else a constant
+            if cache is not None:
                 cache.notice_capture(input)
                 given["weight_cache"], given["training"] = cache.id, self.training
             if self.shared_input is not None and not is_transformed():
@@ -161,7 +162,8 @@ class LinearState(RecipeState):
 
     def _forget(self) -> None:
         """Drops cached operands, and prepares a cache and hooks for the present parameter."""
-        self.weight_codes = weight_codes(self.weight, self.recipe)
+        weight = self._parameters.get("weight")  # none where a parametrization computes it
+        self.weight_codes = None if weight is None else weight_codes(weight, self.recipe)
         take_gradients(self)
         if self.shared_input is not None:
             self.shared_input.forget()
@@ -169,16 +171,20 @@ class LinearState(RecipeState):
     def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         self.weight_codes = None  # refers to the parameter, which torch may swap
         super()._load_from_state_dict(*args, **kwargs)
-        if self.stream.is_meta and not self.weight.is_meta:  # assigned
-            self._move_state(self.weight.device)
-        if self.weight_gather is not None:  # torch may have swapped in a plain shard
-            distributed_functions.adopt_weight(self, self.weight)
+        weight = self._parameters.get("weight")
+        if weight is not None:
+            if self.stream.is_meta and not weight.is_meta:  # assigned
+                self._move_state(weight.device)
+            if self.weight_gather is not None:  # torch may have swapped in a plain shard
+                distributed_functions.adopt_weight(self, weight)
         self._forget()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        before = self.weight
+        before = self._parameters.get("weight")  # a parametrization would compute self.weight
+        if before is None:
+            return super()._apply(fn, recurse)
         require_primary_dtype(self.fqn, fn, before)
-        with attributes_kept(self, ["weight"] if "weight" in self._parameters else []):
+        with attributes_kept(self, ["weight"]):
             super()._apply(fn, recurse)
             if (weight := quantized_again(before, self.weight)) is not None:
                 self.weight = weight

@@ -23,6 +23,7 @@ from torch.nn.modules import module as torch_module
 
 from ..._native import ops
 from ...checks import require_bool, require_int, require_one_of
+from ...private_torch import tracing_state
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..accumulation import weight_sums
 from ..convert.reads import NOTHING, Reads, first_change, has_hooks, hook_of
@@ -223,8 +224,9 @@ def op_layers(module: MLP, x: Any) -> list[Linear] | None:
 
     None where they are converted under other recipes, or replaced; where what the module's own
     forward reads has changed; where hooks see what its parts return; where layers share an amax;
-    where a weight is a DTensor, or one is codes and another is not; under autocast; of meta and
-    nested tensors; and where dtypes or devices differ.
+    where a weight is a DTensor, or one is codes and another is not; under autocast; in a trace of
+    torch.jit, which takes no op with a list of biases; of meta and nested tensors; and where dtypes
+    or devices differ.
     """
     parts, reads = module.mlp_parts, module.mlp_reads
     if parts is None or reads is None or not parts.recipe:
@@ -234,7 +236,8 @@ def op_layers(module: MLP, x: Any) -> list[Linear] | None:
     device = x.device
     if x.is_nested or x.layout is not torch.strided or device.type == "meta":
         return None
-    if torch.is_autocast_enabled(device.type):
+    is_traced = not torch.compiler.is_compiling() and tracing_state() is not None
+    if is_traced or torch.is_autocast_enabled(device.type):
         return None
     if (
         torch_module._global_forward_hooks

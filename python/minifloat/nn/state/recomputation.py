@@ -59,6 +59,7 @@ def eager_alone(function: FunctionT) -> FunctionT:
 def functions_around() -> tuple[int, ...]:
     """Returns the numbers of the autograd functions whose forwards this thread runs now.
 
+    Those whose backward passes may follow: under no_grad, or of inputs without gradients, none may.
     Walks up the stack to each call of torch.autograd.Function.apply. The first argument of the
     forward that it calls is the context, which has the number. A forward that has a setup_context
     beside it gets no context: its number is that of the node that this thread made last.
@@ -71,7 +72,8 @@ def functions_around() -> tuple[int, ...]:
             if isinstance(first, tuple):  # *args of a decorator
                 first = first[0] if first else None
             if isinstance(first, BackwardCFunction):
-                found.append(first._sequence_nr())
+                if first.next_functions:  # else no input needs a gradient: it has no backward
+                    found.append(first._sequence_nr())
             else:
                 found.append(next_node_number() - 1)
         frame, inner = frame.f_back, frame  # type: ignore[assignment]
