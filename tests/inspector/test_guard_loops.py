@@ -220,6 +220,19 @@ def test_gradients_of_a_left_out_step_reach_no_later_check(fused):
         require_all_same(*({(j, n): t[j][n] for j in t for n in t[j]} for t in states))
 
 
+def test_gradients_that_are_inference_tensors():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    made = [torch.optim.SGD(m.parameters(), lr=1.0, fused=True) for m in model]
+    guard = StepGuard(model, made, on_nonfinite="skip")
+    with torch.inference_mode():
+        for p in model.parameters():
+            p.grad = torch.full_like(p, math.nan)
+    guard.check()
+    for optimizer in made:
+        optimizer.step()
+    assert all(torch.equal(p.grad, torch.zeros_like(p)) for p in model.parameters())
+
+
 @pytest.mark.parametrize(("on_nonfinite", "optimizers"), [("raise", 2), ("skip", 1)])
 def test_gradients_that_stay_as_they_are(on_nonfinite, optimizers):
     """Under "raise", for whoever looks for the fault; and of one optimizer, which need no write."""

@@ -334,6 +334,21 @@ def test_operands_of_the_caller_give_the_same_bits(recipe):
         assert torch.equal(case.history, other.history)
 
 
+def test_codes_do_not_round_a_float32_gradient():
+    """Outside autocast, of x in bf16 and weights in float32."""
+    grads = []
+    for has_codes in (False, True):
+        case = Case("mxfp8", tail=0)
+        w = case.w.float().requires_grad_()
+        codes = ops.layer_operands(case.w, "mxfp8", "w") if has_codes else None
+        y = ops.scaled_grouped_mm(
+            case.x, w.mT, case.offs, "mxfp8", out_dtype=torch.bfloat16, weight_operands=codes
+        )
+        y.backward(case.g)
+        grads.append(w.grad)
+    assert torch.equal(*grads)
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_tensorwise"])
 def test_one_graph_for_any_number_of_rows(recipe):
     graphs = []

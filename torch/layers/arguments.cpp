@@ -3,6 +3,8 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 
+#include <utility>
+
 #include "ops/bridge.h"
 
 namespace minifloat::torch_ops {
@@ -64,6 +66,18 @@ at::ScalarType autocast_dtype(c10::DeviceType device) {
                     c10::getDtypeNames(dtype).first, "; write torch.autocast(\"",
                     c10::DeviceTypeName(device, true), "\", torch.bfloat16)");
   return dtype;
+}
+
+namespace {
+thread_local bool is_below_autocast = false;
+}
+
+BelowAutocast::BelowAutocast() : before_(std::exchange(is_below_autocast, true)) {}
+BelowAutocast::~BelowAutocast() { is_below_autocast = before_; }
+
+bool is_autocast(const Tensor& t) {
+  return is_below_autocast ||
+         (!t.is_meta() && at::autocast::is_autocast_enabled(t.device().type()));
 }
 
 void check_layers(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe) {

@@ -104,6 +104,21 @@ bool recomputes_weights(const char* op, const std::string& recompute);
 // Returns the dtype of torch.autocast. Raises ValueError for one that products do not take.
 at::ScalarType autocast_dtype(c10::DeviceType device);
 
+// While one lives, this thread runs an op below autocast, where torch does not show that it is on.
+class BelowAutocast {
+ public:
+  BelowAutocast();
+  BelowAutocast(const BelowAutocast&) = delete;
+  BelowAutocast& operator=(const BelowAutocast&) = delete;
+  ~BelowAutocast();
+
+ private:
+  bool before_;
+};
+
+// Returns whether autocast rounds what layers read of a tensor's device. torch knows none of meta.
+bool is_autocast(const Tensor& t);
+
 // Raises ValueError for arguments that do not fit, before anything is computed or sent.
 void check_layers(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe);
 

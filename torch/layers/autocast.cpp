@@ -74,6 +74,7 @@ void run_below(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   if (cache && cache->toInt() != 0)
     read_weight_cache(op, values, cache, argument("weight_operands"));
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
+  const torch_ops::BelowAutocast below_autocast;
   for (const char* name : {"x", "A", "bias"})
     if (c10::IValue* value = find(name)) *value = cast<device>(value->toTensor());
   if (c10::IValue* biases = find("biases")) {

@@ -14,7 +14,6 @@
 // products save operands. Each rank then computes a term of y; x, the weights and their gradients
 // are whole on each.
 #include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -36,11 +35,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using MaybeTensor = std::optional<Tensor>;
 using MaybeTensors = c10::List<std::optional<Tensor>>;
-
-// Returns whether autocast rounds what products read. torch knows no autocast of meta tensors.
-bool is_autocast(const Tensor& x) {
-  return !x.is_meta() && at::autocast::is_autocast_enabled(x.device().type());
-}
 
 // ---- Values on one process ----------------------------------------------------------------------
 // Returns the tensors with biases as autocast rounds them, which products then add.

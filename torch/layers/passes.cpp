@@ -290,7 +290,7 @@ SavedLayers::SavedLayers(const Layers& layers, const PreparedRecipe& of_recipe,
     weight_dtypes.push_back(w.scalar_type());
     const bool is_cast =
         layers.prequantized.weight.empty() || w.key_set().has(c10::DispatchKey::Python);
-    product_dtypes.push_back(is_cast ? w.scalar_type() : dtype);
+    product_dtypes.push_back(is_cast || !is_autocast(w) ? w.scalar_type() : dtype);
   }
   for (std::size_t i = 0; i < layers.weights.size(); ++i) features.push_back(layers.features_of(i));
   for (const Tensor& b : layers.biases) bias_dtypes.push_back(b.scalar_type());

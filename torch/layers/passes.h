@@ -85,8 +85,8 @@ struct SavedLayers {
   at::ScalarType x_dtype;
   Accumulation accumulation;
   PerLayer<Tensor> main_grads;  // one a weight, or none
-  // Dtypes of dW as the product writes it: the weight's after autocast. A weight that is no tensor
-  // subclass and whose codes the caller passes is not cast: its dW has x's dtype.
+  // Dtypes of dW as the product writes it: the weight's after autocast. Autocast does not cast a
+  // weight that is no tensor subclass and whose codes the caller passes: its dW has x's dtype.
   PerLayer<at::ScalarType> product_dtypes;
   PerLayer<at::ScalarType> weight_dtypes, bias_dtypes;
   PerLayer<int> bias_index;

@@ -81,7 +81,7 @@ def make_momentum(optimizer: Optimizer) -> None:
                     optimizer.state[p]["momentum_buffer"] = torch.full_like(p, -0.0)
 
 
-@torch.no_grad()
+@torch.inference_mode()  # which may write to gradients of either mode
 def zero_gradients(optimizer: Optimizer, flag: Tensor) -> None:
     """Zeroes an optimizer's gradients where a flag, float32 (), is 1, by kernels alone."""
     mask = flag.bool()

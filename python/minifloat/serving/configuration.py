@@ -113,7 +113,7 @@ def modelopt_config(found: Found) -> dict[str, Any]:
 
 def unread_in_modelopt(found: Found) -> dict[str, str]:
     """Returns why vLLM 0.33.0 does not read layers in ModelOpt's format, by the layer's name."""
-    is_mixed = len(groups_of(found.weights)) > 1
+    is_mixed = len(groups_of(found.weights)) > 1 or bool(found.problems)  # perhaps of others
     names = {part.name for weight in found.weights for part in weight.parts}
     problems = {}
     for weight in found.weights:

@@ -14,7 +14,7 @@ from .._native import ops
 from ..private_torch import tree_leaves, tree_map
 from ..spec import Spec
 from .directions import map_tensors, slice_elements
-from .memory import refuse_memory
+from .memory import has_memory, refuse_memory
 from .quantized import Operand, Quantized, raw_scale
 from .quantized_tensor import NOMINAL_DTYPES, OTHERS, Handler, Op, QuantizedTensor, handles
 
@@ -166,7 +166,7 @@ def to_copy(
     if dtype is not None and dtype not in NOMINAL_DTYPES:
         return NotImplemented
     if not x.owns_codes:
-        is_cast = device in (None, x.device)
+        is_cast = dtype not in (None, x.dtype) and device in (None, x.device)
         return x._map(lambda part: part, dtype) if is_cast else NotImplemented
     move = partial(Tensor.to, device=device, non_blocking=non_blocking, copy=True)
     return x._map(lambda part: map_tensors(part, move), dtype)
@@ -264,21 +264,31 @@ def as_strided(
 
 
 def copy_slice(x: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
-    """Copies [start, end) of one dimension of both directions, for what torch has as a view."""
+    """Copies [start, end) of one dimension of each direction, for what torch has as a view.
+
+    Of a gathered weight only directions that are in memory.
+
+    Raises:
+        ValueError: none is.
+    """
     last = x.dim() - 1
 
-    def slice_part(part: Quantized) -> Quantized:
+    def slice_part(part: Quantized | None) -> Quantized | None:
+        if part is None or not has_memory(part.codes):
+            return None
         is_swapped = part.columnwise and dim >= last - 1
         return slice_elements(part, 2 * last - 1 - dim if is_swapped else dim, start, end)
 
-    out = x._map(slice_part)
+    rowwise, columnwise = slice_part(x.rowwise), slice_part(x.columnwise)
+    if rowwise is None and columnwise is None:
+        raise ValueError(f"QuantizedTensor: expected codes in memory, got freed ones of {x!r}")
+    out = QuantizedTensor._of_parts(rowwise, columnwise, x.dtype)
     out.is_slice = True
     return out
 
 
 @handles(aten.split.Tensor, aten.split_with_sizes.default)
 @handles(aten.unsafe_split.Tensor, aten.unsafe_split_with_sizes.default)
-@copies_codes
 def split(
     func: Op, x: QuantizedTensor, sizes: int | Sequence[int], dim: int = 0
 ) -> list[QuantizedTensor]:
@@ -295,7 +305,6 @@ def split(
 
 
 @handles(aten.slice.Tensor)
-@copies_codes
 def slice_(
     func: Op,
     x: QuantizedTensor,

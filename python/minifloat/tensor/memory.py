@@ -70,6 +70,11 @@ class MemoryOfCodes:
         refuse_memory("DLPack")
 
 
+def has_memory(tensor: Tensor) -> bool:
+    """Tells whether a tensor has memory, or no elements: FSDP2 frees that of resharded weights."""
+    return tensor.numel() == 0 or tensor.untyped_storage().nbytes() > 0
+
+
 def refuse_memory(reader: str) -> NoReturn:
     """Raises TypeError for a reader of the values' memory.
 

@@ -35,6 +35,7 @@ from ...nn.grouped_product import GroupedProduct
 from ...nn.state.random_state import is_in_backward
 from ...spec import Spec
 from ...tensor.directions import TENSORS, tensors_of
+from ...tensor.memory import has_memory
 from ...tensor.quantized import Operand, Operands, Quantized, raw_scale
 from .gather import (
     BACKWARD,
@@ -43,7 +44,6 @@ from .gather import (
     GatherInputs,
     GatherPlan,
     Received,
-    has_memory,
     keep_for_current_stream,
     storages,
 )

@@ -375,11 +375,6 @@ def storages(tensors: Iterable[Tensor]) -> list[int]:
     return [t.untyped_storage()._cdata for t in tensors]
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Tells whether a tensor's memory is allocated: FSDP2 frees that of a resharded weight."""
-    return tensor.untyped_storage().nbytes() > 0
-
-
 def keep_for_current_stream(tensors: Sequence[Tensor]) -> None:
     """Keeps memory of another stream until the kernels that this one has been given have run.
 

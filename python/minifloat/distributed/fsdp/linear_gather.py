@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from ...nn.linear import Linear
 from ...nn.state.random_state import is_in_backward
 from ...spec import Spec
+from ...tensor.memory import has_memory
 from ...tensor.quantized import Quantized
 from .gather import (
     BACKWARD,
     FORWARD,
     GatherPlan,
     Received,
-    has_memory,
     storages,
 )
 from .gather_batch import BatchedGather

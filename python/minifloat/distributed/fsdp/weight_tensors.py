@@ -177,11 +177,14 @@ class GatheredWeight(QuantizedTensor):
 
     owns_codes = False
 
-    def _write(self, source: Tensor) -> NoReturn:
+    def refuse_write(self, *args: object, **options: object) -> NoReturn:
         raise ValueError(
             "QuantizedTensor: expected a write to a parameter's shard, got one to the weight that "
             "FSDP2 gathered from it, whose codes it frees; call reshard() of the module before"
         )
+
+    _write = update_usage = refuse_write
+    data = QuantizedTensor.data.setter(refuse_write)  # type: ignore[attr-defined]
 
     def __reduce_ex__(self, protocol: object) -> object:
         return self.dequantize().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
