@@ -4,7 +4,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.nn.functional as F
-from minifloat.nn.fuse.mlp import op_layers
+from minifloat.nn.fuse.mlp import layers_read
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -94,12 +94,12 @@ def test_a_change_of_the_modules_class(name, monkeypatch):
     found, x = [], torch.randn(2, WIDTH)
     for model in twins(makes_its_class()):
         if isinstance(model[0], mf.MLP):
-            assert op_layers(model[0], x)
+            assert layers_read(model[0], x)
         with monkeypatch.context() as patch:
             CHANGES[name](model[0], patch)
             found.append(model(x))
             if isinstance(model[0], mf.MLP) and name != "derived: a forward":  # then not asked
-                assert not op_layers(model[0], x)
+                assert not layers_read(model[0], x)
     require_same(*found)
 
 
@@ -109,7 +109,7 @@ def test_another_modules_class():
     model, other = twins(makes_its_class())[0], twins(makes_its_class())[0]
     type(other[0]).class_before.rate = 1.0
     model[0].__class__ = type(other[0])
-    assert not op_layers(model[0], x)
+    assert not layers_read(model[0], x)
     require_same(model(x), other(x))
     model[0].__class__ = type(other[0]).class_before
     require_same(model(x), other(x))
@@ -121,12 +121,12 @@ def test_derived_classes_that_change_nothing_read():
     fused = twins(makes_its_class())[0]
     want, cls = fused(x), type(fused[0])
     fused[0].__class__ = type("FSDPFeed", (FSDPModule, cls), {"__deepcopy__": None})
-    assert op_layers(fused[0], x)
+    assert layers_read(fused[0], x)
     require_same(fused(x), want)
     fused[0].__class__ = cls
     cls.unread = 1
-    assert op_layers(fused[0], x)
+    assert layers_read(fused[0], x)
     require_same(fused(x), want)
     other = nn.Sequential(cls.class_before())  # converted after its class has another member
     mf.quantize_(other, "mxfp8", keep="nothing", fuse=True)
-    assert op_layers(other[0], x)
+    assert layers_read(other[0], x)

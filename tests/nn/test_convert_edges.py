@@ -21,6 +21,8 @@ from torch.nn.utils import (
     weight_norm,
 )
 
+from tests.moe.test_convert import BLOCKS, tokens
+
 K, N = 32, 48
 
 
@@ -224,6 +226,47 @@ def test_a_change_computes_no_weight(norm, change):
     for a, b, c in zip(before, model.buffers(), twin.buffers(), strict=True):
         assert torch.equal(b, c)
         assert torch.equal(a.to(b.dtype), b)
+
+
+class CountedHalf(Half):
+    """Counts how often it computes a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, weight):
+        self.calls += 1
+        return super().forward(weight)
+
+
+COMPUTED = {
+    "layers": lambda: (sequential(), batch()),
+    "feed-forward": lambda: (mf.MLP(K, N, bias=True), batch()),
+    **{name: lambda make=make: (make(), tokens()) for name, make in BLOCKS.items()},
+}
+
+
+@pytest.mark.parametrize("is_trained", [True, False])
+@pytest.mark.parametrize("name", COMPUTED)
+def test_a_forward_computes_each_weight_once(name, is_trained):
+    """A parametrization may be stochastic, or change with each call, as power iterations do."""
+    torch.manual_seed(0)
+    model, x = COMPUTED[name]()
+    model = nn.Sequential(model)
+    mf.quantize_(model, "mxfp8", keep="nothing")
+    counters = []
+    for module in list(model.modules()):
+        for parameter, value in list(module._parameters.items()):
+            if value is not None:
+                counters.append(CountedHalf())
+                parametrize.register_parametrization(module, parameter, counters[-1])
+                counters[-1].calls = 0
+    with torch.set_grad_enabled(is_trained):
+        y = model(x)
+        if is_trained:
+            y.square().sum().backward()
+    assert {counter.calls for counter in counters} == {1}
 
 
 def test_replicas_under_delayed_scaling_are_refused():

@@ -7,7 +7,7 @@ import pickle
 import minifloat as mf
 import pytest
 import torch
-from minifloat.nn.fuse.mlp import op_layers
+from minifloat.nn.fuse.mlp import layers_read
 from torch import nn
 
 from tests.support.fused_models import WIDTH, FeedForward
@@ -110,7 +110,7 @@ def converted(cls, fuse=True):
 def test_copies_of_classes_with_ways_of_their_own(cls, way):
     model, x = converted(cls), torch.randn(2, WIDTH)
     twin = WAYS[way](model)
-    assert op_layers(twin[0], x)
+    assert layers_read(twin[0], x)
     require_same(twin(x), model(x))
 
 
@@ -129,7 +129,7 @@ def test_copies_of_cycles(change, way, start):
     change(model[0])
     first = model if start == "model" else model[0].get_submodule(start)
     _, twin = WAYS[way]((first, model))
-    is_one_op = op_layers(twin[0], x)
+    is_one_op = layers_read(twin[0], x)
     require_same(twin(x), wants[0] if is_one_op else wants[1])
     assert is_one_op or start != "model"
     twin[0].w1.weight.data.zero_()  # of its own

@@ -9,7 +9,7 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat.nn.convert.reads import differs
-from minifloat.nn.fuse.mlp import op_layers
+from minifloat.nn.fuse.mlp import layers_read
 from torch import nn
 
 from tests.support.fused_models import WIDTH
@@ -25,14 +25,14 @@ def test_a_change_of_what_was_matched(title, change, monkeypatch):
     mf.quantize_(unfused, "mxfp8", keep="nothing")
     assert [name for name, _ in report.fused] == ["0"], report.not_fused
     x = torch.randn(2, WIDTH)
-    assert op_layers(fused[0], x)
+    assert layers_read(fused[0], x)
     before = fused(x)
     found = []
     for model in models:
         with monkeypatch.context() as patch:
             change(model[0], patch)
             if model is fused:
-                assert not op_layers(model[0], x)
+                assert not layers_read(model[0], x)
             try:
                 found.append(model(x))
             except Exception as error:  # of a change that breaks the forward

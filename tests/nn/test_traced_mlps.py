@@ -9,7 +9,7 @@ import minifloat as mf
 import numpy as np
 import torch
 import torch.nn.functional as F
-from minifloat.nn.fuse.mlp import op_layers
+from minifloat.nn.fuse.mlp import layers_read
 from torch import nn
 
 from tests.support.fused_models import HIDDEN, WIDTH
@@ -26,7 +26,7 @@ def test_a_change_that_is_undone():
     assert not torch.equal(results(fused)["y"], want["y"])
     fused[0].act, fused[0].drop.p = act, p + 0.0  # an equal number
     require_same_results(results(fused), want)
-    assert op_layers(fused[0], torch.randn(2, WIDTH))
+    assert layers_read(fused[0], torch.randn(2, WIDTH))
 
 
 def test_blocks_share_compiled_code():
@@ -69,7 +69,7 @@ def test_copies_follow_their_own_settings():
     want = results(fused)
     twin = copy.deepcopy(fused)
     require_same_results(results(twin), want)
-    assert op_layers(twin[0], torch.randn(2, WIDTH))
+    assert layers_read(twin[0], torch.randn(2, WIDTH))
     twin[0].drop.p, unfused[0].drop.p = 0.5, 0.5
     require_same_results(results(twin), results(unfused))
     require_same_results(results(fused), want)

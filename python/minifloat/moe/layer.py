@@ -29,6 +29,7 @@ from ..nn.grouped_product import (
     ProductCall,
     add_products,
     call_of,
+    computed_once,
     local_of,
     matrix_of,
     product_of,
@@ -137,19 +138,20 @@ class Experts(HasProducts, nn.Module):
         Raises:
             ValueError: token_ids_T is given where ranks divide the experts.
         """
-        if are_cut(self):
-            return forward_cut(self, x_TD, indices_Tk, weights_Tk, token_ids_T)
-        if self.parallel is not None:
-            if token_ids_T is not None:
-                raise ValueError(
-                    f"{self.parallel.name}: expected no token_ids of experts that ranks divide, "
-                    "which number tokens by their ranks"
-                )
-            return self.parallel.forward(self.prepare, x_TD, indices_Tk, weights_Tk, cast)
-        x = x_TD.to(compute_dtype(x_TD))
-        products = self.prepare(x, tokens=None if cast is None else cast(x_TD))
-        order = order_rows(indices_Tk, self.experts, token_ids_T)
-        return products.sum_slots(x, indices_Tk, weights_Tk, order)
+        with computed_once(self):
+            if are_cut(self):
+                return forward_cut(self, x_TD, indices_Tk, weights_Tk, token_ids_T)
+            if self.parallel is not None:
+                if token_ids_T is not None:
+                    raise ValueError(
+                        f"{self.parallel.name}: expected no token_ids of experts that ranks "
+                        "divide, which number tokens by their ranks"
+                    )
+                return self.parallel.forward(self.prepare, x_TD, indices_Tk, weights_Tk, cast)
+            x = x_TD.to(compute_dtype(x_TD))
+            products = self.prepare(x, tokens=None if cast is None else cast(x_TD))
+            order = order_rows(indices_Tk, self.experts, token_ids_T)
+            return products.sum_slots(x, indices_Tk, weights_Tk, order)
 
     def prepare(
         self, x: Tensor, needs_columnwise: bool | None = None, tokens: Operand | None = None
@@ -328,11 +330,12 @@ class MoE(nn.Module):
         is_one = (
             all(reader.shared_input is shared_input for reader in readers) and len(recipes) == 1
         )
-        if shared_input is None or not is_one or any(is_distributed(r.weight) for r in readers):
+        read = [parameter for reader in readers for parameter in reader.parameters()]
+        if shared_input is None or not is_one or any(is_distributed(p) for p in read):
             return None
         if not Spec.parse(recipe.fprop.a).casts_rows_alone:
             return None
-        columnwise = torch.is_grad_enabled() and any(r.weight.requires_grad for r in readers)
+        columnwise = torch.is_grad_enabled() and any(p.requires_grad for p in read)
         return partial(cast_tokens, shared_input, recipe.text, columnwise)
 
 

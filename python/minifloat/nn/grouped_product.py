@@ -8,11 +8,13 @@ sharded by FSDP2, or be codes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from .._native import ops
 from ..private_torch import tracing_state
@@ -370,6 +372,11 @@ class TransposeOfCodes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> Tensor:
         return grads[0].mT
+
+
+def computed_once(module: nn.Module) -> AbstractContextManager[None]:
+    """Returns a context in which a parametrization computes a parameter once, for all its reads."""
+    return parametrize.cached() if parametrize.is_parametrized(module) else nullcontext()
 
 
 def matrix_of(weight: Tensor, call: ProductCall, is_row_major: bool = False) -> Tensor:

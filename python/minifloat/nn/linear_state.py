@@ -99,7 +99,7 @@ class LinearState(RecipeState):
         # An argument left out takes less time than its default.
         given = self.op_state(weight.device)
         if self.amax_group is not None:
-            given["weight_operands"] = self.amax_group.operands(self, input, has_dgrad)
+            given["weight_operands"] = self.amax_group.operands(self, weight, input, has_dgrad)
         elif isinstance(weight, QuantizedTensor):
             history = given.get("amax_history")
             given["weight_operands"] = weight_operands(weight, self.recipe, has_dgrad, history)

@@ -78,20 +78,21 @@ class AmaxGroup:
         """
         found = []
         for name, layer in zip(self.names, self.layers(recipe)):
-            if is_distributed(layer.weight):
+            if is_distributed(weight := layer.weight):
                 raise ValueError(
                     f"{self.title}.{name}: expected a whole weight, as its amax is shared, got a "
                     "DTensor; pass fully_shard the module that has all of "
                     f"{', '.join(self.names)}, without tensor parallelism"
                 )
-            found.append(layer.weight.detach())
+            found.append(weight.detach())
         return found
 
-    def operands(self, layer: Any, x: Tensor, columnwise: bool) -> list[Tensor]:
+    def operands(self, layer: Any, weight: Tensor, x: Tensor, columnwise: bool) -> list[Tensor]:
         """Quantizes a layer's weight by the group's amax: eight tensors, as layer_operands returns.
 
         Args:
             layer: one of the group.
+            weight: the layer's, as autograd reads it: a parametrization computes it at each read.
             x: its input, whose dtype is the compute dtype outside autocast.
             columnwise: whether dgrad reads the weight.
         """
@@ -103,7 +104,7 @@ class AmaxGroup:
         with torch.no_grad():
             weights = [w.to(dtype) for w in self.weights(recipe)]
             amax = torch.stack([ops.amax.default(w, row) for w in weights]).amax()
-            own = layer.weight.detach().to(dtype)
+            own = weight.detach().to(dtype)
             tensors = list(
                 ops.quantize.default(
                     own,

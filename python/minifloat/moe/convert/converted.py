@@ -20,14 +20,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from ...nn.cache.operand_cache import compute_dtype
@@ -36,6 +34,7 @@ from ...nn.grouped_product import (
     GroupedProduct,
     HasProducts,
     call_of,
+    computed_once,
     matrix_of,
     product_of,
 )
@@ -153,9 +152,7 @@ class NamedExperts(Converted):
     def forward(self, *args: object, **kwargs: object) -> object:
         if not isinstance(self, NamedExperts):  # kept by a wrapper past mf.restore_
             return type(self).forward(self, *args, **kwargs)
-        # A parametrization computes a parameter once in a forward.
-        cache = parametrize.cached() if parametrize.is_parametrized(self) else nullcontext()
-        with cache, ProductMode(self) as mode:
+        with computed_once(self), ProductMode(self) as mode:
             out = super().forward(*args, **kwargs)
         mode.require_all()
         return out
@@ -271,14 +268,15 @@ class CountedExperts(Converted):
         if not isinstance(self, CountedExperts):  # kept by a wrapper past mf.restore_
             return type(self).forward(self, x, num_tokens_per_expert)
         require_settings(self)
-        for name in NAMES:
-            keep_own_experts(self, name)
         rows = x.to(compute_dtype(x))
         ids = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
         offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
         order = Order(ids, ids[:, None], offs, ids)  # each row is a token of its own, with one slot
-        calls = [call_of(self, name, rows, needs_columnwise=True) for name in NAMES]
-        matrices = [matrix_of(getattr(self, name), call) for name, call in zip(NAMES, calls)]
+        with computed_once(self):
+            for name in NAMES:
+                keep_own_experts(self, name)
+            calls = [call_of(self, name, rows, needs_columnwise=True) for name in NAMES]
+            matrices = [matrix_of(getattr(self, name), call) for name, call in zip(NAMES, calls)]
         ones = torch.ones(rows.shape[0], 1, dtype=torch.float32, device=rows.device)
         products = Products(Gate(), calls, matrices, (None, None))
         return products.run(rows, ones, order, sums=False).type_as(x)

@@ -15,19 +15,17 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized
 
 from ..._native import ops
 from ...nn.cache.operand_cache import compute_dtype
 from ...nn.convert.reads import first_change, has_hooks
-from ...nn.grouped_product import call_of, matrix_of
+from ...nn.grouped_product import call_of, computed_once, matrix_of
 from ..feed_forward import (
     Gate,
     Products,
@@ -166,7 +164,7 @@ def run_projections(
             many for each expert.
     """
     require_no_tangents(type(module).__name__, (hidden_states, *module.parameters()))
-    with nn.utils.parametrize.cached() if is_parametrized(module) else nullcontext():
+    with computed_once(module):
         routing = routing_of((*args, *kwargs.values()))
         return multiply_projections(module, form, hidden_states, routing)
 

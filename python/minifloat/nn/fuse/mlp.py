@@ -4,7 +4,7 @@ The op casts the hidden tensor as it computes it, and saves none for backward. M
 do modules that mf.quantize_(…, fuse=True) has converted to a class derived from MLP in place
 (nn/fuse/find_mlps.py): object, parameters, hooks and state-dict keys stay.
 
-Where the op would not compute what the layers do, forward calls them one by one; `op_layers`
+Where the op would not compute what the layers do, forward calls them one by one; `layers_read`
 lists these cases. The bits differ by the activation alone, which the op rounds once. The forward
 of a converted module's own class is called then: so it computes what that class says now.
 """
@@ -60,6 +60,14 @@ class Parts(NamedTuple):
     def layers(self) -> tuple[str, ...]:
         """The names of the layers, in the op's order."""
         return (self.up, self.down) if self.gate is None else (self.gate, self.up, self.down)
+
+
+class LayerRead(NamedTuple):
+    """A layer, and the parameters of one forward: a parametrization computes them at each read."""
+
+    layer: Linear
+    weight: Tensor
+    bias: Tensor | None
 
 
 class MLP(nn.Module):
@@ -124,9 +132,9 @@ class MLP(nn.Module):
         """
         if not isinstance(self, MLP):  # kept by a wrapper past mf.restore_
             return type(self).forward(self, *args, **kwargs)
-        layers = op_layers(self, args[0]) if len(args) == 1 and not kwargs else None
-        if layers is not None:
-            return one_op(self, args[0], layers)
+        read = layers_read(self, args[0]) if len(args) == 1 and not kwargs else None
+        if read is not None:
+            return one_op(self, args[0], read)
         return self._layer_by_layer(*args, **kwargs)
 
     def _layer_by_layer(self, x: Tensor) -> Tensor:
@@ -219,8 +227,8 @@ def restore_mlp(module: MLP) -> None:
 # ---- the op --------------------------------------------------------------------------------------
 
 
-def op_layers(module: MLP, x: Any) -> list[Linear] | None:
-    """Returns the layers where the op computes what they do of this input, in its order; else None.
+def layers_read(module: MLP, x: Any) -> list[LayerRead] | None:
+    """Reads the layers where the op computes what they do of this input, in its order; else None.
 
     None where they are converted under other recipes, or replaced; where what the module's own
     forward reads has changed; where hooks see what its parts return; where layers share an amax;
@@ -252,7 +260,7 @@ def op_layers(module: MLP, x: Any) -> list[Linear] | None:
     if first_change(reads, module) is not None:
         return None
     first = None
-    found: list[Linear] = []
+    found: list[LayerRead] = []
     for name in parts.layers:
         layer = getattr(module, name, None)
         if not is_layer(layer) or layer.recipe.text != parts.recipe or has_hooks(layer):
@@ -273,7 +281,7 @@ def op_layers(module: MLP, x: Any) -> list[Linear] | None:
         if first is not None and first != of_layer:
             return None
         first = of_layer
-        found.append(layer)
+        found.append(LayerRead(layer, weight, bias))
     return found
 
 
@@ -289,43 +297,43 @@ def is_layer(layer: Any) -> TypeGuard[Linear]:
     return "forward" not in layer.__dict__
 
 
-def one_op(module: MLP, x: Tensor, layers: list[Linear]) -> Tensor:
+def one_op(module: MLP, x: Tensor, read: list[LayerRead]) -> Tensor:
     """Computes the feed-forward by the op."""
     parts = cast(Parts, module.mlp_parts)
-    sums = sums_of(layers)
-    states = [layer.op_state(layer.weight.device) for layer in layers]
+    sums = sums_of(read)
+    states = [layer.op_state(weight.device) for layer, weight, _ in read]
     rng = [state["rng"] for state in states if "rng" in state]
     histories = [state["amax_history"] for state in states if "amax_history" in state]
-    reads_back = [x.requires_grad] * len(layers)  # of each weight, whether backward does
-    reads_back[-1] |= any(p.requires_grad for layer in layers[:-1] for p in layer.parameters())
+    reads_back = [x.requires_grad] * len(read)  # of each weight, whether backward does
+    reads_back[-1] |= any(p.requires_grad for r in read[:-1] for p in r.layer.parameters())
     is_compiling, is_grad_enabled = torch.compiler.is_compiling(), torch.is_grad_enabled()
     codes = [
-        codes_of(layer, x, columnwise and is_grad_enabled, state.get("amax_history"), is_compiling)
-        for layer, columnwise, state in zip(layers, reads_back, states)
+        codes_of(r, x, columnwise and is_grad_enabled, state.get("amax_history"), is_compiling)
+        for r, columnwise, state in zip(read, reads_back, states)
     ]
     return ops.mlp(
         x,
-        [w if w.is_contiguous() else w.contiguous() for w in (layer.weight for layer in layers)],
-        [layer.bias for layer in layers],
+        [w if w.is_contiguous() else w.contiguous() for _, w, _ in read],
+        [bias for _, _, bias in read],
         parts.recipe,
         parts.activation,
         rng=rng or None,
         amax_history=histories or None,
         streams=[state.get("stream", 0) for state in states],
         weight_operands=None if None in codes else [t for c in codes for t in c or ()],
-        recompute=layers[-1].recompute,
+        recompute=read[-1].layer.recompute,
         **sums,
     )
 
 
 def codes_of(
-    layer: Linear, x: Tensor, columnwise: bool, amax_history: Tensor | None, is_compiling: bool
+    read: LayerRead, x: Tensor, columnwise: bool, amax_history: Tensor | None, is_compiling: bool
 ) -> list[Tensor] | None:
     """Returns the codes of a weight that is quantized, or cached ones; None: the op casts it.
 
     columnwise: whether backward reads the weight.
     """
-    weight = layer.weight
+    layer, weight, _ = read
     if layer.weight_gather is not None and not is_compiling:
         layer.weight_gather.complete(weight, columnwise)
     operands = weight_operands(weight, layer.recipe, columnwise, amax_history)
@@ -334,9 +342,9 @@ def codes_of(
     return layer.cached_operands(layer.weight_codes, weight, weight, x, columnwise, amax_history)
 
 
-def sums_of(layers: list[Linear]) -> dict[str, Any]:
+def sums_of(read: list[LayerRead]) -> dict[str, Any]:
     """Returns main_grads, accumulate and received of the layers, as the op takes them."""
-    sums = [weight_sums(layer, layer.weight) for layer in layers]
+    sums = [weight_sums(layer, weight) for layer, weight, _ in read]
     trained = [s for s in sums if s]
     if not trained:
         return {}
