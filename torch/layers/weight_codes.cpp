@@ -12,6 +12,7 @@
 #include <atomic>
 #include <unordered_map>
 
+#include "layers/arguments.h"
 #include "ops/bridge.h"
 #include "ops/fingerprint.h"
 
@@ -119,9 +120,7 @@ WeightCodes::Key WeightCodes::key_of(const WeightRead& read) {
                     .strides = c10::DimVector(matrix.strides()),
                     .steps = steps_taken,
                     .recipe = &prepare(read.recipe)},
-          .dtype = at::autocast::is_autocast_enabled(device)
-                       ? at::autocast::get_autocast_dtype(device)
-                       : x.scalar_type(),
+          .dtype = is_autocast(x) ? at::autocast::get_autocast_dtype(device) : x.scalar_type(),
           .is_inference = c10::InferenceMode::is_enabled(),
           .stream = x.is_cuda() ? stream() : 0,
           .fingerprint = read.fingerprint};
@@ -168,9 +167,7 @@ std::optional<std::vector<Tensor>> WeightCodes::operands(const WeightRead& read)
   const bool has_values = (x.is_cpu() || x.is_cuda()) && read.matrix.has_storage();
   if (!has_values || weight.is_inference()) return std::nullopt;
   // Outside autocast a weight of another dtype has a gradient of its own dtype.
-  if (weight.scalar_type() != x.scalar_type() &&
-      !at::autocast::is_autocast_enabled(x.device().type()))
-    return std::nullopt;
+  if (weight.scalar_type() != x.scalar_type() && !is_autocast(x)) return std::nullopt;
   const bool is_hashed = compares_bytes_ && !read.fingerprint && weight.is_cpu() &&
                          !weight.key_set().has(c10::DispatchKey::Python) && weight.is_contiguous();
   const bool is_shown = is_hashed || read.fingerprint;

@@ -186,7 +186,6 @@ def is_pinned(func: Op, x: QuantizedTensor, *device: object, **options: object) 
 
 
 @handles(aten.empty_like.default)
-@copies_codes
 def empty_like(
     func: Op,
     x: QuantizedTensor,
@@ -195,11 +194,16 @@ def empty_like(
     device: torch.device | None = None,
     pin_memory: bool | None = None,
     **layout: object,
-) -> QuantizedTensor:
-    """Allocates memory for codes; for another dtype, for values. Copies and collectives fill it."""
-    if dtype is not None and dtype not in NOMINAL_DTYPES:
-        return NotImplemented
-    empty = partial(torch.empty_like, device=device, pin_memory=bool(pin_memory))
+) -> Tensor:
+    """Allocates memory for codes; for a dtype that has none, or where x owns none, for values.
+
+    Copies and collectives fill it.
+    """
+    pinned = bool(pin_memory)
+    if not x.owns_codes or (dtype is not None and dtype not in NOMINAL_DTYPES):
+        dtype, device = dtype or x.dtype, device or x.device
+        return torch.empty(x.shape, dtype=dtype, device=device, pin_memory=pinned)
+    empty = partial(torch.empty_like, device=device, pin_memory=pinned)
     return x._map(lambda part: map_tensors(part, empty), dtype)
 
 

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from minifloat.distributed.fsdp.weight_tensors import GatheredWeight
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
@@ -129,6 +130,8 @@ def check_copies(rank):
         module.up.weight.grad = None
         module.reshard()
         assert isinstance(module.up.weight, DTensor)
+        for empty in (torch.empty_like(weight), weight.new_empty(weight.shape)):  # read no codes
+            assert (type(empty), empty.shape, empty.dtype) == (Tensor, want.shape, want.dtype)
         layers.train(model, 1)
 
 
