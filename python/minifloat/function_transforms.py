@@ -24,7 +24,10 @@ from torch import Tensor
 from ._native import ops
 from .private_torch import TreeSpec, has_transform, tree_flatten, tree_unflatten
 
-OPS = ("linear", "linear_group", "mlp", "scaled_grouped_mm", "grouped_mlp")
+OPS = (
+    *("linear", "linear_group", "mlp", "scaled_grouped_mm", "grouped_mlp"),
+    *("take_rows", "add_slots", "swiglu"),  # of experts, between their products
+)
 SHARDED = ("linear_sharded", "scaled_grouped_mm_sharded")
 CACHES = ("weight_cache", "x_operands")  # what saves casts: a transformed call casts itself
 LIBRARY = torch.library.Library("minifloat", "IMPL")
@@ -51,7 +54,8 @@ class Plan:
     @property
     def recipe(self) -> str:
         """The recipe, or that of the first of several products: the first text in each schema."""
-        return next(leaf for leaf in self.leaves if isinstance(leaf, str))
+        texts = (leaf for leaf in self.leaves if isinstance(leaf, str))
+        return next(texts, "of the products around it")  # of an op between products
 
     def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Calls the op, whose results are one tensor or a list."""

@@ -183,3 +183,21 @@ def test_inference_mode():
             mf.inspect(made, x.clone(), "mxfp8")
     with torch.no_grad():
         assert len(mf.inspect(model, x.clone(), "mxfp8").rows) == 2
+
+
+# ---- weights that are not the module's -----------------------------------------------------------
+
+
+def test_layers_called_with_other_weights_are_left_out():
+    """As an average of weights is evaluated, by torch.func.functional_call."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), torch.randn(64, 32)
+    weights = {"0.weight": model[0].weight.detach() * 100}
+
+    def loss(model, x):
+        return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+    found = mf.inspect(model, x, ["nvfp4"], loss=loss)
+    assert [row.layer for row in found.rows] == ["1"]
+    (reason,) = (why for name, why in found.skipped if name == "0")
+    assert reason == "called with another weight than its own, as by torch.func.functional_call"

@@ -290,6 +290,46 @@ def test_a_parametrization_is_removed_while_converted():
     assert model[0].weight is weight
 
 
+# ---- modules of torch.jit ------------------------------------------------------------------------
+
+
+class Scriptable(nn.Module):
+    """Has parameters of each number of dimensions, buffers and layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm = nn.Linear(K, K), nn.LayerNorm(K)
+        self.matrices = nn.Parameter(torch.ones(2, 3, 4))
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x):
+        return self.norm(self.layer(x)) + self.matrices.sum() + self.seen
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*is deprecated")
+@pytest.mark.parametrize("kind", [torch.jit.script, lambda m: torch.jit.trace(m, batch())])
+def test_modules_of_torch_jit_are_left_out(kind):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, K), kind(Scriptable()), nn.Linear(K, K))
+
+    def loss(model, x):
+        return model(x).square().mean()
+
+    rows = mf.inspect(model, batch(), ["mxfp8"], loss=loss).rows
+    assert {row.layer for row in rows} == {"0", "2"}
+    report = mf.quantize_(model, "nvfp4_served", keep="nothing", fuse=True)
+    assert [name for name, _ in report.converted] == ["0", "2"]
+    (reason,) = (why for name, why in report.skipped if name == "1.matrices")
+    assert reason.endswith("a module of torch.jit")
+    loss(model, batch()).backward()
+    mf.step(model)
+    assert set(mf.calibrate(model, [batch()])) == {"0", "2"}
+    mf.load_training_state(model, mf.training_state(model))
+    assert len(mf.inspect(model, batch(), loss=loss).rows) == 2
+    mf.restore_(model)
+    assert not any(isinstance(m, mf.Linear) for m in model.modules())
+
+
 # ---- subclasses ----------------------------------------------------------------------------------
 
 

@@ -121,7 +121,7 @@ def inspect(
     with torch.no_grad():
         while calls:  # a call's tensors are freed when its products are measured
             call, g = calls.pop(0), gradients.pop(0)
-            why = reason_against_call(call, g)
+            why = reason_against_call(call, layers[call.module], g)
             if why is None and g is not None:
                 for product in products_of(call, layers[call.module], g):
                     why_not.pop(call.module, None)

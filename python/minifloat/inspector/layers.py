@@ -30,7 +30,7 @@ from ..nn.convert.filters import Filters
 from ..nn.convert.selection import select
 from ..nn.grouped_product import product_of
 from ..nn.linear import Linear
-from ..nn.names import clean_name, join
+from ..nn.names import clean_name, is_scripted, join, own_parameter
 from ..nn.registry import expert_functions, is_distributed
 from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState
 from ..private_torch import tree_leaves
@@ -91,6 +91,7 @@ class Call:
         dtype: of its products.
         is_cut: whether tensor parallelism cuts a parameter, which is a DTensor during the forward.
         versions: of the inputs, by which a write in place is noticed.
+        parameters: the ids of the module's parameters during the forward.
     """
 
     module: nn.Module
@@ -100,6 +101,7 @@ class Call:
     dtype: torch.dtype
     is_cut: bool
     versions: tuple[int, ...]
+    parameters: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -143,14 +145,18 @@ def find_layers(
             names = chosen.get(module, parameters_of(module, 3) if is_converted else ())
         if isinstance(module, Router):
             reasons.setdefault(name, ROUTER_REASON)
+        computed = any(own_parameter(module, name) is None for name in names)
         for weight_name in names:
             row = name if isinstance(module, nn.Linear) else join(name, weight_name)
             state = module if isinstance(module, RecipeState) else product_of(module, weight_name)
             if isinstance(module, Experts) and state is None and module not in chosen:
                 continue
-            weight = module._parameters.get(weight_name)
+            weight = own_parameter(module, weight_name)
             if weight is None:  # of a converted layer
                 reasons[row] = "its weight is computed in each forward"
+                continue
+            if computed:
+                reasons[row] = "another weight of its module is computed in each forward"
                 continue
             reasons.pop(row, None)
             if (why := reason_against(module, weight, state is None and kept_own)) is not None:
@@ -195,7 +201,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     Buffers that the forward writes get their values back, and those that it makes go.
     """
     modes = [(module, module.training) for module in model.modules()]
-    registered = [(m, dict(m._buffers), {*m._non_persistent_buffers_set}) for m in model.modules()]
+    registered = [
+        (m, dict(m._buffers), {*m._non_persistent_buffers_set})
+        for m in model.modules()
+        if not is_scripted(m)  # whose buffers have fixed names
+    ]
     buffers = [KeptBuffer.of(b) for b in model.buffers() if not b.is_inference()]
     sums = [(m, m.accumulate) for m in model.modules() if isinstance(m, Linear) and m.accumulate]
     with ExitStack() as undo:
@@ -354,7 +364,8 @@ def call_of(module: nn.Module, inputs: tuple[Any, ...], output: Tensor, is_cut: 
     dtype = compute_dtype(values[0]) if values else output.dtype
     versions = tuple(x._version for x in values)
     edge = get_gradient_edge(output) if output.requires_grad else None
-    return Call(module, inputs, output, edge, dtype, is_cut, versions)
+    parameters = frozenset(map(id, module.parameters(recurse=False)))
+    return Call(module, inputs, output, edge, dtype, is_cut, versions, parameters)
 
 
 def require_loss(value: object) -> None:
@@ -437,8 +448,11 @@ def products_of_experts(
         yield ProductMatrices(layers[-1], h, w2, g[rows], x_TD.shape[0])
 
 
-def reason_against_call(call: Call, g: Tensor | None) -> str | None:
+def reason_against_call(call: Call, layers: Sequence[Layer], g: Tensor | None) -> str | None:
     """Returns why the products of a call cannot be inspected; None where they can."""
+    own = (layer.weight for layer in layers if not is_distributed(layer.weight))
+    if any(id(weight) not in call.parameters for weight in own):
+        return "called with another weight than its own, as by torch.func.functional_call"
     if call.is_cut or is_distributed(call.inputs[0]):
         return "tensor parallelism cuts its weight"
     if call.dtype not in WEIGHT_DTYPES:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ from .._native import ops
 from ..checks import require_number
 from ..nn.grouped_product import ProductCall, Sharding
 from ..tensor.quantized import Operand
+
+ResultT = TypeVar("ResultT")
 
 ALPHA = 1.702  # of gpt-oss
 
@@ -251,7 +253,7 @@ def weighted_biases(
         return dense_TE[:, :experts] @ bias_ED.float()
 
 
-def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def uncompiled(function: Callable[..., ResultT]) -> Callable[..., ResultT]:
     """Decorates a function that compiled code calls and does not trace.
 
     torch.compiler.disable imports the compiler, so it is called at the function's first call.
@@ -259,7 +261,7 @@ def uncompiled(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     disabled = cache(lambda: torch.compiler.disable(function))
 
     @wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Tensor:
+    def call(*args: Any, **kwargs: Any) -> ResultT:
         return disabled()(*args, **kwargs)
 
     return call

@@ -29,7 +29,6 @@ from ..nn.grouped_product import (
     ProductCall,
     add_products,
     call_of,
-    computed_once,
     local_of,
     matrix_of,
     product_of,
@@ -40,6 +39,7 @@ from ..nn.registry import distributed_functions, is_distributed
 from ..nn.state.random_hooks import add_hooks
 from ..nn.state.random_state import RngState
 from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState, draw_from
+from ..private_torch import has_transform
 from ..recipe import Recipe
 from ..spec import Spec
 from ..tensor.quantized import Operand, Operands
@@ -138,37 +138,51 @@ class Experts(HasProducts, nn.Module):
         Raises:
             ValueError: token_ids_T is given where ranks divide the experts.
         """
-        with computed_once(self):
-            if are_cut(self):
-                return forward_cut(self, x_TD, indices_Tk, weights_Tk, token_ids_T)
-            if self.parallel is not None:
-                if token_ids_T is not None:
-                    raise ValueError(
-                        f"{self.parallel.name}: expected no token_ids of experts that ranks "
-                        "divide, which number tokens by their ranks"
-                    )
-                return self.parallel.forward(self.prepare, x_TD, indices_Tk, weights_Tk, cast)
-            x = x_TD.to(compute_dtype(x_TD))
-            products = self.prepare(x, tokens=None if cast is None else cast(x_TD))
-            order = order_rows(indices_Tk, self.experts, token_ids_T)
-            return products.sum_slots(x, indices_Tk, weights_Tk, order)
+        weights = [getattr(self, name) for name in self.weight_names]  # computed, perhaps
+        if are_cut(weights):
+            return forward_cut(self, weights, x_TD, indices_Tk, weights_Tk, token_ids_T)
+        prepare = partial(self.prepare, weights)
+        if self.parallel is not None:
+            if token_ids_T is not None:
+                raise ValueError(
+                    f"{self.parallel.name}: expected no token_ids of experts that ranks divide, "
+                    "which number tokens by their ranks"
+                )
+            return self.parallel.forward(prepare, x_TD, indices_Tk, weights_Tk, cast)
+        x = x_TD.to(compute_dtype(x_TD))
+        products = prepare(x, tokens=None if cast is None else cast(x_TD))
+        order = order_rows(indices_Tk, self.experts, token_ids_T)
+        return products.sum_slots(x, indices_Tk, weights_Tk, order)
 
     def prepare(
-        self, x: Tensor, needs_columnwise: bool | None = None, tokens: Operand | None = None
+        self,
+        weights: Sequence[Tensor],
+        x: Tensor,
+        needs_columnwise: bool | None = None,
+        tokens: Operand | None = None,
     ) -> Products:
         """Begins a forward of x, and returns its products.
 
-        needs_columnwise: whether a gradient of the rows of x is computed; None: where x has one.
+        Args:
+            weights: the parameters `weight_names`.
+            x: (T, D), in the dtype of the products.
+            needs_columnwise: whether a gradient of the rows of x is computed; None: where x has
+                one.
+            tokens: x, where it is quantized already.
         """
-        calls = [call_of(self, n, x, needs_columnwise=needs_columnwise) for n in self.input_names]
-        calls.append(call_of(self, "w2", x, needs_columnwise=True))
-        return self.products(calls, tokens=tokens)
+        needed = [needs_columnwise] * len(self.input_names) + [True]
+        calls = [
+            call_of(self, name, weight, x, needs_columnwise=columnwise)
+            for name, weight, columnwise in zip(self.weight_names, weights, needed)
+        ]
+        return self.products(weights, calls, tokens=tokens)
 
-    def products(self, calls: Sequence[ProductCall], **more: Any) -> Products:
+    def products(
+        self, weights: Sequence[Tensor], calls: Sequence[ProductCall], **more: Any
+    ) -> Products:
         """Returns the products of this rank's parameters, which `calls` compute."""
         matrices = []
-        for name, call in zip(self.weight_names, calls):
-            weight = local_of(getattr(self, name))
+        for weight, call in zip(map(local_of, weights), calls):
             matrices.append(matrix_of(weight.flatten(1, 2) if weight.dim() == 4 else weight, call))
         biases = [getattr(self, name) for name in (*self.bias_names, "b2")]
         biases = [bias if bias is None else local_of(bias).flatten(1) for bias in biases]
@@ -320,6 +334,8 @@ class MoE(nn.Module):
         if not isinstance(experts, Experts) or not isinstance(shared, SharedExperts):
             return None
         if torch.compiler.is_compiling() or type(x_TD) is not Tensor or x_TD.is_meta:
+            return None
+        if has_transform():
             return None
         products = [product_of(experts, name) for name in experts.input_names]
         readers = [layer for layer in (shared.w1, shared.w3) if isinstance(layer, Linear)]

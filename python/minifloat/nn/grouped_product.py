@@ -8,22 +8,20 @@ sharded by FSDP2, or be codes.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
 
 from .._native import ops
-from ..private_torch import tracing_state
+from ..private_torch import has_transform, tracing_state
 from ..recipe import Recipe, operand_names
 from ..spec import Spec
 from ..tensor.attributes import attributes_kept
 from ..tensor.quantized_tensor import QuantizedTensor
 from .cache.operand_cache import WeightCodes, weight_codes
-from .names import PRODUCT, join
+from .names import PRODUCT, is_scripted, join
 from .registry import ExpertWeightGather, GatherPlan, distributed_functions, is_distributed
 from .state.primary_weights import quantized_again, require_primary_dtype
 from .state.random_state import require_shared_seed
@@ -188,8 +186,8 @@ class GroupedProduct(RecipeState):
                 w = local.mT if is_row_major else local
                 operands = ops.layer_operands.default(w, text, "w", amax_history=history)
         elif not isinstance(local, QuantizedTensor):
-            has_cache = not x.is_meta and tracing_state() is None  # whose codes are constants
-            cache = self.cache_of(weight) if has_cache else None
+            is_plain = tracing_state() is None and not has_transform()  # codes would be constants
+            cache = self.cache_of(weight) if is_plain and not x.is_meta else None
             w = local.mT if is_row_major else local
             w = w.flatten(1, 2) if w.dim() == 4 else w
             operands = self.cached_operands(
@@ -229,15 +227,19 @@ def product_of(module: nn.Module, name: str) -> GroupedProduct | None:
 def call_of(
     module: nn.Module,
     name: str,
+    weight: Tensor,
     x: Tensor,
     is_row_major: bool = False,
     needs_columnwise: bool | None = None,
 ) -> ProductCall:
-    """Returns the arguments of the product of x and the module's 3D parameter `name`."""
+    """Returns the arguments of the product of x and the module's 3D parameter `name`.
+
+    weight: the parameter as this forward reads it: a parametrization computes it at each read.
+    """
     product = product_of(module, name)
     if product is None:
         return ProductCall()
-    return product.prepare(getattr(module, name), x, is_row_major, needs_columnwise)
+    return product.prepare(weight, x, is_row_major, needs_columnwise)
 
 
 def require_recipe(fqn: str, recipe: Recipe) -> None:
@@ -340,6 +342,8 @@ class HasProducts:
 
 def products_by_weight(module: Any) -> dict[str, GroupedProduct]:
     """Returns the products of a module's parameters, by the parameter's name."""
+    if is_scripted(module):
+        return {}
     found = ((name, module._modules.get(name + PRODUCT)) for name in module._parameters)
     return {name: product for name, product in found if isinstance(product, GroupedProduct)}
 
@@ -372,11 +376,6 @@ class TransposeOfCodes(torch.autograd.Function):
     @staticmethod
     def backward(ctx: object, *grads: Tensor) -> Tensor:
         return grads[0].mT
-
-
-def computed_once(module: nn.Module) -> AbstractContextManager[None]:
-    """Returns a context in which a parametrization computes a parameter once, for all its reads."""
-    return parametrize.cached() if parametrize.is_parametrized(module) else nullcontext()
 
 
 def matrix_of(weight: Tensor, call: ProductCall, is_row_major: bool = False) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 # Names that wrappers put between a module's name and its parent's.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
@@ -27,6 +28,16 @@ def unwrapped(model: nn.Module) -> nn.Module:
             model = model.get_submodule("_orig_mod")
         else:
             return model
+
+
+def is_scripted(module: nn.Module) -> bool:
+    """Tells whether a module is of torch.jit: its code is not Python's, and its parts no dicts."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+def own_parameter(module: nn.Module, name: str) -> Tensor | None:
+    """Returns a module's parameter; None: it has none of this name. Takes modules of torch.jit."""
+    return dict(module.named_parameters(recurse=False)).get(name)
 
 
 def join(*names: str) -> str:

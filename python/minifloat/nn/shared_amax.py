@@ -160,8 +160,9 @@ def find_groups(model: nn.Module, chosen: Iterable[Choice]) -> dict[str, AmaxGro
             )
     found: dict[str, AmaxGroup] = {}
     for name, parent in model.named_modules():
+        parts = dict(parent._modules.items())  # which is no dict in a module of torch.jit
         for names in FUSED:
-            children = {n: layers[m] for n in names if (m := parent._modules.get(n)) in layers}
+            children = {n: layers[m] for n in names if (m := parts.get(n)) in layers}
             if len(children) < 2:
                 continue
             title = clean_name(name) or type(parent).__name__

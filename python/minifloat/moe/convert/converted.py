@@ -18,7 +18,9 @@ rows here. Expert parallelism is torchtitan's: each rank has some experts of all
 
 from __future__ import annotations
 
+import copy
 import inspect
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
@@ -26,6 +28,7 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from ...nn.cache.operand_cache import compute_dtype
@@ -34,15 +37,14 @@ from ...nn.grouped_product import (
     GroupedProduct,
     HasProducts,
     call_of,
-    computed_once,
     matrix_of,
     product_of,
 )
 from ...nn.names import PRODUCT, join
 from ...nn.registry import is_distributed
 from ...nn.state.recipe_state import ExpertRange
-from ...private_torch import grouped_mm
-from ..feed_forward import Gate, Order, Products
+from ...private_torch import grouped_mm, has_transform
+from ..feed_forward import Gate, Order, Products, uncompiled
 from .calls import CountedCall
 from .implementations import class_of, code_starts
 from .known import known_digest
@@ -87,6 +89,14 @@ class Converted(HasProducts, nn.Module):
         super().__setstate__(state)
         keep_settings(self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Converted:
+        """Copies the module, also of a class that torch has derived, as parametrize does."""
+        require_settings(self)
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return copied
+
 
 def keep_settings(module: Converted) -> None:
     """Keeps the settings that the functions which a conversion replaces read, at its conversion."""
@@ -114,7 +124,7 @@ def multiply(
 ) -> Tensor:
     """Multiplies rows of experts; a weight that is a view of a parameter is cast once a step."""
     weight, is_row_major, parameters = b.transpose(-2, -1), False, []
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and not has_transform():  # whose tensors have no memory
         parameters = [p for p in owner._parameters.values() if p is not None]
     for parameter in parameters:
         if is_same(parameter, weight):
@@ -146,13 +156,27 @@ def is_same(parameter: Tensor, view: Tensor) -> bool:
 # ---- named parameters ---------------------------------------------------------------------------
 
 
-class NamedExperts(Converted):
-    """A module whose forward multiplies rows with its named parameters."""
+COMPUTING = threading.RLock()  # of a forward under torch's cache of computed parameters
 
+
+class NamedExperts(Converted):
+    """A module whose forward multiplies rows with its named parameters.
+
+    torch.compile does not trace the forward: it would lose which tensors are of which parameter.
+    """
+
+    @uncompiled
     def forward(self, *args: object, **kwargs: object) -> object:
         if not isinstance(self, NamedExperts):  # kept by a wrapper past mf.restore_
             return type(self).forward(self, *args, **kwargs)
-        with computed_once(self), ProductMode(self) as mode:
+        if not parametrize.is_parametrized(self):
+            return self._with_products(*args, **kwargs)
+        # Its forward reads what the mode has read: torch's cache is one of all threads.
+        with COMPUTING, parametrize.cached():
+            return self._with_products(*args, **kwargs)
+
+    def _with_products(self, *args: object, **kwargs: object) -> object:
+        with ProductMode(self) as mode:
             out = super().forward(*args, **kwargs)
         mode.require_all()
         return out
@@ -173,9 +197,7 @@ class ProductMode(TorchFunctionMode):
             if isinstance(child, GroupedProduct)
         ]
         self.multiplied: set[str] = set()
-        weights = {name: getattr(module, name) for name in self.names}
-        self.derived: dict[int, tuple[str, Tensor]]  # by id; the tensor keeps the id in use
-        self.derived = {id(weight): (name, weight) for name, weight in weights.items()}
+        self.derived: list[tuple[str, Tensor]] = [(n, getattr(module, n)) for n in self.names]
 
     def __torch_function__(
         self,
@@ -195,12 +217,15 @@ class ProductMode(TorchFunctionMode):
         name = self.name_of(operands[0]) if operands else None
         is_matrices = isinstance(out, Tensor) and out.dim() == 3
         if name is not None and is_matrices and out.numel() == operands[0].numel():
-            self.derived[id(out)] = name, out
+            self.derived.append((name, out))
         return out
 
     def name_of(self, value: object) -> str | None:
         """Returns the name of the parameter that a value is, or is derived from."""
-        return self.derived.get(id(value), (None,))[0]
+        for name, tensor in self.derived:
+            if tensor is value:
+                return name
+        return None
 
     def product(self, name: str) -> GroupedProduct:
         self.multiplied.add(name)
@@ -272,23 +297,26 @@ class CountedExperts(Converted):
         ids = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
         offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
         order = Order(ids, ids[:, None], offs, ids)  # each row is a token of its own, with one slot
-        with computed_once(self):
-            for name in NAMES:
-                keep_own_experts(self, name)
-            calls = [call_of(self, name, rows, needs_columnwise=True) for name in NAMES]
-            matrices = [matrix_of(getattr(self, name), call) for name, call in zip(NAMES, calls)]
+        weights = [getattr(self, name) for name in NAMES]  # computed, perhaps
+        for name, weight in zip(NAMES, weights):
+            keep_own_experts(self, name, weight)
+        calls = [
+            call_of(self, name, weight, rows, needs_columnwise=True)
+            for name, weight in zip(NAMES, weights)
+        ]
+        matrices = [matrix_of(weight, call) for weight, call in zip(weights, calls)]
         ones = torch.ones(rows.shape[0], 1, dtype=torch.float32, device=rows.device)
         products = Products(Gate(), calls, matrices, (None, None))
         return products.run(rows, ones, order, sums=False).type_as(x)
 
 
-def keep_own_experts(module: nn.Module, name: str) -> None:
-    """Tells a product which experts this rank has, where torchtitan divides them.
+def keep_own_experts(module: nn.Module, name: str, weight: Any) -> None:
+    """Tells the product of a weight which experts this rank has, where torchtitan divides them.
 
     Raises:
         ValueError: ranks shard each expert's matrix, which no product here can multiply exactly.
     """
-    weight, product = getattr(module, name), product_of(module, name)
+    product = product_of(module, name)
     if not is_distributed(weight) or product is None:
         return
     mesh = weight.device_mesh
@@ -305,10 +333,16 @@ def keep_own_experts(module: nn.Module, name: str) -> None:
         product.first_expert = begin
 
 
+def thread_number() -> int:
+    """Returns a number of this thread; 0 in compiled code."""
+    return 0 if torch.compiler.is_compiling() else threading.get_ident()
+
+
 class GroupedMmExperts(Converted):
     """A module with torchtitan's method. Its products are numbered in the order of the calls."""
 
     PRODUCT_NAME = "grouped_mm_{}"
+    _calls: dict[int, int]  # of a forward, so far, by the number of its thread
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -332,20 +366,24 @@ class GroupedMmExperts(Converted):
             del module._modules[name + PRODUCT]
             product.rename(join(fqn, cls.PRODUCT_NAME.format(i)))
             module.add_module(cls.PRODUCT_NAME.format(i) + PRODUCT, product)
+        module.__dict__["_calls"] = {0: 0}
 
     def forward(self, *args: object, **kwargs: object) -> object:
         if not isinstance(self, GroupedMmExperts):  # kept by a wrapper past mf.restore_
             return type(self).forward(self, *args, **kwargs)
         require_settings(self)
-        self._calls = 0
+        self._calls[thread_number()] = 0
         return super().forward(*args, **kwargs)
 
     def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
-        product = product_of(self, self.PRODUCT_NAME.format(self._calls))
+        thread = thread_number()
+        number = self._calls.get(thread, -1)  # -1: outside a forward, as a checkpoint within it
+        product = product_of(self, self.PRODUCT_NAME.format(number))
         if product is None:
+            where = "outside its forward" if number < 0 else f"after {number} of them"
             raise RuntimeError(
                 f"{self.original.__name__}: expected a product for each 3D parameter in a forward, "
-                f"got a call of _grouped_mm after {self._calls} of them"
+                f"got a call of _grouped_mm {where}"
             )
-        self._calls += 1
+        self._calls[thread] = number + 1
         return multiply(self, product, A, B_t, offs)

@@ -31,8 +31,9 @@ from ...nn.linear import (
     dequantize_parameters,
     make_primary,
     reason_against_primary,
+    rebased,
 )
-from ...nn.names import clean_name, join, owners_of_parameters
+from ...nn.names import clean_name, is_scripted, join, own_parameter, owners_of_parameters
 from ...nn.registry import Choice, Selection
 from ...nn.state.recipe_state import WEIGHT_DTYPES
 from ...recipe import Recipe
@@ -119,10 +120,14 @@ def reason_of_form(module: nn.Module, names: Sequence[str], form: Form | None) -
     if (product := next(products_of(module), None)) is not None:
         return already_converted(product.recipe)
     what = f"a 3D parameter of {type(module).__name__}"
+    if is_scripted(module):
+        return f"{what}, a module of torch.jit"
     if form is None:
         return f"{what}, no experts module of a known form{hint_of(module, names)}"
     if "forward" in module.__dict__:
         return f"{what}, whose forward is replaced on the instance"
+    if computed := [name for name in names if own_parameter(module, name) is None]:
+        return f"{what}, which computes {' and '.join(computed)} in each forward"
     if form is ProjectionExperts and is_row_major(module) is None:
         shapes = [tuple(module.get_parameter(name).shape) for name in names]
         return f"{what}, whose shapes {shapes} are of no known layout"
@@ -196,7 +201,7 @@ def select(model: nn.Module, filters: Filters, experts: object, primary: bool) -
     owners = owners_of_parameters(model)
     for raw_fqn, module in model.named_modules():
         fqn, weights = clean_name(raw_fqn), parameters_of(module, 3)
-        if not weights:
+        if not weights and not isinstance(module, Experts):
             out.skipped.extend(matrices_of_experts(module, fqn))
             continue
         fqns += [join(fqn, name) for name in weights]
@@ -214,7 +219,8 @@ def select(model: nn.Module, filters: Filters, experts: object, primary: bool) -
             out.chosen.append(Choice(fqn, module, names, recipe, form, form in READERS))
         taken = names if why is None else ()
         reason = why or "a 3D parameter of an experts module that no product reads"
-        out.skipped.extend((join(fqn, name), reason) for name in weights if name not in taken)
+        every = dict.fromkeys((*weights, *names))  # of which a parametrization computes some
+        out.skipped.extend((join(fqn, name), reason) for name in every if name not in taken)
     unused = [join(g, name) for g in given if g not in matched for name in given[g]]
     expected = "globs that match a module with the named 3D parameters"
     require_used("experts", expected, unused, fqns)
@@ -242,7 +248,7 @@ def find_routers(model: nn.Module, selection: Selection) -> None:
         modules.setdefault(clean_name(name), module)
     for parent, counts in rows.items():
         for name, module in modules[parent].named_modules():
-            weight = module._parameters.get("weight")
+            weight = own_parameter(module, "weight")
             is_named = any(part in ROUTERS for part in name.split("."))
             if not is_named or weight is None or is_lazy(weight) or weight.dim() != 2:
                 continue
@@ -302,7 +308,8 @@ def revert(module: nn.Module) -> None:
     for name in ("_calls", SETTINGS, FORMULA):
         module.__dict__.pop(name, None)
     if isinstance(module, Converted):
-        module.__class__ = module.original  # type: ignore[assignment]
+        form = converted_class(module.original, module.form)
+        module.__class__ = rebased(type(module), form, module.original)
 
 
 def restore(model: nn.Module) -> None:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from ..._native import ops
 from ...nn.cache.operand_cache import compute_dtype
 from ...nn.convert.reads import first_change, has_hooks
-from ...nn.grouped_product import call_of, computed_once, matrix_of
+from ...nn.grouped_product import call_of, matrix_of
+from ...nn.names import own_parameter
 from ..feed_forward import (
     Gate,
     Products,
@@ -71,8 +72,12 @@ class Formula(NamedTuple):
 
 
 def is_row_major(module: nn.Module) -> bool | None:
-    """Tells whether matrices are (E, K, N); None where the shapes are of neither layout."""
-    gate_up, down = (tuple(getattr(module, name).shape) for name in NAMES)
+    """Tells whether a module's matrices are (E, K, N); None where they are of neither layout."""
+    return are_row_major(*(getattr(module, name).shape for name in NAMES))
+
+
+def are_row_major(gate_up: Sequence[int], down: Sequence[int]) -> bool | None:
+    """Tells of their shapes whether matrices are (E, K, N); None of neither layout."""
     if gate_up[0] != down[0]:
         return None
     if gate_up[1] == 2 * down[2] and gate_up[2] == down[1]:
@@ -164,24 +169,14 @@ def run_projections(
             many for each expert.
     """
     require_no_tangents(type(module).__name__, (hidden_states, *module.parameters()))
-    with computed_once(module):
-        routing = routing_of((*args, *kwargs.values()))
-        return multiply_projections(module, form, hidden_states, routing)
-
-
-def multiply_projections(
-    module: nn.Module, form: Formula, hidden_states: Tensor, routing: tuple[Tensor, Tensor] | None
-) -> Tensor:
-    """Computes the module's experts, of parameters or of what parametrizations make of them."""
+    routing = routing_of((*args, *kwargs.values()))
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     x = x.to(compute_dtype(x))
-    row_major, gate = bool(is_row_major(module)), gate_of(module, form)
-    inputs = call_of(module, NAMES[0], x, row_major)
-    output = call_of(module, NAMES[1], x, row_major, needs_columnwise=True)
-    w13, w2 = (
-        matrix_of(getattr(module, name), call, row_major)
-        for name, call in zip(NAMES, (inputs, output))
-    )
+    w13, w2 = (getattr(module, name) for name in NAMES)  # computed, perhaps
+    row_major, gate = bool(are_row_major(w13.shape, w2.shape)), gate_of(module, form)
+    inputs = call_of(module, NAMES[0], w13, x, row_major)
+    output = call_of(module, NAMES[1], w2, x, row_major, needs_columnwise=True)
+    w13, w2 = matrix_of(w13, inputs, row_major), matrix_of(w2, output, row_major)
     b13, b2 = biases_of(module, form)
     if routing is None:
         offs = ends_of_even_groups(x, w2.shape[0])
@@ -268,7 +263,7 @@ class ProjectionExperts(Converted):
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
-        weights = [module._parameters.get(name) for name in NAMES]
+        weights = [own_parameter(module, name) for name in NAMES]
         return all(weight is not None and weight.dim() == 3 for weight in weights)
 
     @staticmethod

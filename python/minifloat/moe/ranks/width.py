@@ -9,6 +9,7 @@ torch.compile does not trace the forward of such experts. Compiled code calls it
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -25,24 +26,22 @@ EXPECTED = (
 )
 
 
-def are_cut(module: Any) -> bool:
+def are_cut(weights: Iterable[Any]) -> bool:
     """Tells whether ranks cut a weight of experts along I."""
-    weights = (getattr(module, name) for name in module.weight_names)
     cuts = (cut for weight in weights if is_distributed(weight) for cut in weight.placements)
     return any(getattr(cut, "dim", 0) > 0 for cut in cuts)
 
 
-def require_cut(module: Any, name: str, title: str) -> Any:
-    """Returns a parameter of experts; raises ValueError where ranks do not cut it as they should.
+def require_cut(parameter: Any, name: str, title: str) -> None:
+    """Raises ValueError where ranks do not cut a parameter of experts as they should.
 
     Args:
-        module: the experts.
+        parameter: a weight or a bias; None: there is none.
         name: of the parameter.
         title: of the parameter, for errors.
     """
-    parameter = getattr(module, name)
     if parameter is None or (name == "b2" and not is_distributed(parameter)):
-        return parameter
+        return
     # Loads DTensor, which experts that are not sharded do without.
     from ...distributed.tensor_parallel.experts import placement_of
 
@@ -59,22 +58,21 @@ def require_cut(module: Any, name: str, title: str) -> Any:
             f"{title}: expected I as a multiple of the ranks, got {parameter.shape[dim]} over "
             f"{ranks} ranks"
         )
-    return parameter
 
 
 # ---- the forward ---------------------------------------------------------------------------------
 
 
-def cut_calls(module: Any, x: Tensor) -> list[ProductCall]:
+def cut_calls(module: Any, weights: Sequence[Any], x: Tensor) -> list[ProductCall]:
     """Returns the products of experts that ranks cut along I, as a forward of x calls them.
 
     Raises:
         ValueError: parameters do not fit each other.
     """
     found = []
-    for name in module.weight_names:
+    for name, weight in zip(module.weight_names, weights):
         product = product_of(module, name)
-        weight = require_cut(module, name, name if product is None else product.fqn)
+        require_cut(weight, name, name if product is None else product.fqn)
         if product is None:
             found.append(ProductCall())
             continue
@@ -89,18 +87,24 @@ def cut_calls(module: Any, x: Tensor) -> list[ProductCall]:
             )
         )
     for name in (*module.bias_names, "b2"):
-        require_cut(module, name, name)
+        require_cut(getattr(module, name), name, name)
     return found
 
 
 @uncompiled
 def forward_cut(
-    module: Any, x_TD: Tensor, indices_Tk: Tensor, weights_Tk: Tensor, token_ids_T: Tensor | None
+    module: Any,
+    weights: Sequence[Any],
+    x_TD: Tensor,
+    indices_Tk: Tensor,
+    weights_Tk: Tensor,
+    token_ids_T: Tensor | None,
 ) -> Tensor:
-    """Computes the forward of Experts; the arguments are those of Experts.forward."""
+    """Computes the forward of Experts: of its parameters, and the arguments of Experts.forward."""
     x = x_TD.to(compute_dtype(x_TD))
-    calls = cut_calls(module, x)
-    products = module.products(calls, sharding=Sharding.of(module.w2.device_mesh.get_group()))
+    calls = cut_calls(module, weights, x)
+    ranks = Sharding.of(weights[-1].device_mesh.get_group())
+    products = module.products(weights, calls, sharding=ranks)
     order = order_rows(indices_Tk, module.experts, token_ids_T)
     with torch.autocast(x.device.type, enabled=False):
         return products.sum_slots(x, indices_Tk, weights_Tk, order)

@@ -267,9 +267,10 @@ def can_reuse(*texts: str, allows_delayed: bool) -> bool:
 def share_inputs(model: nn.Module, layers: dict[nn.Module, Recipe]) -> None:
     """Gives one SharedInput to the projections of one input that have the same recipe."""
     for parent in model.modules():
+        parts = dict(parent._modules.items())  # which is no dict in a module of torch.jit
         for names in SIBLINGS:
             groups: dict[tuple[Recipe, object], list[nn.Module]] = {}
-            children = [parent._modules.get(name) for name in names]
+            children = [parts[name] for name in names if name in parts]
             for child in [child for child in children if child in layers]:
                 recipe = layers[child]
                 if can_reuse(recipe.fprop.a, recipe.wgrad.b, allows_delayed=False):

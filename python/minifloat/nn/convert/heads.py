@@ -32,7 +32,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..names import join
+from ..names import join, own_parameter
 from ..registry import is_linear, named_modules
 
 HEADS = (
@@ -118,7 +118,7 @@ def tables_of(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Any]]:
     for fqn, module in modules.items():
         is_one = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
         is_one |= "embedding" in type(module).__name__.lower()
-        weight = module._parameters.get("weight")
+        weight = own_parameter(module, "weight")
         if weight is None or is_lazy(weight):
             continue
         if is_one and weight.dim() == 2 and len(weight) >= FEWEST:

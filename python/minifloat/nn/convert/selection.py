@@ -17,7 +17,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ...recipe import Recipe
 from ..linear import reason_against_primary
-from ..names import join, owners_of_parameters
+from ..names import join, own_parameter, owners_of_parameters
 from ..registry import (
     COMPUTE_DTYPE,
     Choice,
@@ -113,7 +113,7 @@ def skipped_kinds(model: nn.Module) -> Iterator[tuple[str, str]]:
             yield fqn, f"{what}, whose weight is (K, N); {how if why is None else why}"
         elif is_attention(module):
             for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
-                if module._parameters.get(name) is not None:
+                if own_parameter(module, name) is not None:
                     yield (
                         join(fqn, name),
                         f"{type(module).__name__} multiplies with it without calling a layer; a "
@@ -129,7 +129,7 @@ def is_conv1d(module: nn.Module) -> bool:
     """
     names = [cls.__name__ for cls in type(module).__mro__]
     features = getattr(module, "nx", None), getattr(module, "nf", None)
-    weight = module._parameters.get("weight")
+    weight = own_parameter(module, "weight")
     return "Conv1D" in names and weight is not None and tuple(weight.shape) == features
 
 

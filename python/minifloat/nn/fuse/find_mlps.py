@@ -23,7 +23,7 @@ from torch import nn
 from ...recipe import FORWARD_X
 from ...spec import Spec
 from ..linear import Linear
-from ..names import clean_name
+from ..names import clean_name, is_scripted
 from .mlp import MLP, match_mlp, mlp_class, restore_mlp
 
 ACTIVATIONS = {"silu", "gelu"}  # functions, by the names that a forward reads
@@ -49,7 +49,7 @@ def convert_mlps(
     for name, parent in model.named_modules():
         found = layers_of(parent)
         if found is None:
-            if all_classes and (names := layers_within(parent)):
+            if all_classes and not is_scripted(parent) and (names := layers_within(parent)):
                 texts = f"{', '.join(names[:-1])} and {names[-1]}"
                 not_fused.append((clean_name(name), WITHIN.format(texts)))
             continue
